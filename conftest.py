@@ -1,7 +1,7 @@
 """What a test run makes of what its machine lacks: packages, and a GPU.
 
-A test file that imports a package of an extra which is not there is skipped, and says which. Under continuous integration
-a test that is skipped for want of a package fails: it would never run otherwise.
+A test file that imports a package of an extra which is not there is skipped, and says which. Under continuous
+integration a test that is skipped for want of a package fails: it would never run otherwise.
 
 Tests marked `gpu` compile for the GPU at hand, or for one that is not there, and run where there is one (real_gpu.py).
 """
@@ -12,8 +12,8 @@ from collections.abc import Generator
 
 import pytest
 
-# What the extras of pyproject.toml bring, by the names that are imported. `make gpu-test` runs on machines where nothing can
-# be installed.
+# The packages that the extras of pyproject.toml bring, by the names that are imported. `make gpu-test` runs on machines
+# where nothing can be installed.
 OF_EXTRAS = frozenset(
     [
         "aiohttp",

@@ -1,11 +1,12 @@
-"""The compiler's model of what products cost, beside what they take: every way to cut each for the caches, measured.
+"""Compare the compiler's cost model of CPU matrix products with measured times, for every way to tile each product.
 
-    python benchmarks/blocking.py [--rows 128 512 2048] [--formats bfloat16 w8a8] [--isa amx] [--turns 3] [--out FILE.json]
+    python benchmarks/blocking.py [--rows 128 512 2048] [--formats bfloat16 w8a8] [--isa amx] [--turns 3] [--out
+    FILE.json]
 
-For the products in a layer of Qwen3-0.6B and of Llama-3.2-1B: what `inferc compile` chooses (`codegen/cpp/blocking.py`), the
-share of the processor's peak that it expects and that is found, and what the best of all candidates reaches. Candidates run in
-turn, so that a slow moment of the machine falls on all of them. Where the last column is far below one, the model misses
-something of this machine.
+For the products in a layer of Qwen3-0.6B and of Llama-3.2-1B it shows the tiling that `inferc compile` chooses
+(`codegen/cpp/blocking.py`), the expected and the measured share of the processor's peak, and what the best of all
+candidates reaches. Candidates run in turn, so that a slow moment of the machine affects all of them. If the last column
+is far below one, the cost model does not fit this machine.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from rich.table import Table
 
 from inferc.codegen.cpp.blocking import ANY_ROWS, Blocking, Product, candidates, choose, core_of, cycles
 
-WEIGHT_BYTES = 256 << 20  # to rotate through
-WARM_SECONDS, COUNTED_SECONDS = (
-    0.03,
-    0.06,
-)  # of a candidate in a turn: products run all the time, none begins after a rest
+WEIGHT_BYTES = 256 << 20  # size of the weights that calls rotate through
+# Warm-up and measured time of a candidate in each turn. They are short because products run all the time: none begins
+# after a pause, in which the processor would lower its speed.
+WARM_SECONDS, COUNTED_SECONDS = 0.03, 0.06
 
 
 def measure(ours: Ours, format: str, rows: int, n: int, k: int, turns: int, peak: float) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def measure(ours: Ours, format: str, rows: int, n: int, k: int, turns: int, peak
                 map(str, asdict(each).values())
             ): f"{least / cycles(core, multiplied, rows, each):.3f} {found:.3f}"
             for each, found in medians.items()
-        },  # expected, found
+        },  # expected and measured shares of the peak
     }
 
 

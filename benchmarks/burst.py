@@ -1,4 +1,4 @@
-"""Requests that are all there at once, and what of the KV cache's memory they leave unused while they run."""
+"""A burst of requests that all arrive at once, and the share of the KV cache's memory that they leave unused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Request:
 def generate(
     engine: Engine, requests: Sequence[Request], salt: str = "", after_step: Callable[[], None] = lambda: None
 ) -> list[list[int]]:
-    """The greedy tokens of each, as many as it asks for. salt: prefixes are shared with runs of the same one only."""
+    """Generate the greedy tokens of each request, as many as it asks for.
+
+    salt: cache salt; prefixes are shared only between runs with the same salt.
+    """
     for index, request in enumerate(requests):
         params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True, cache_salt=salt)
         engine.add_request(str(index), request.prompt, params)
@@ -50,11 +53,11 @@ def generate(
 
 @dataclass
 class KVUse:
-    """Tokens' places in the KV cache, summed over steps.
+    """The use of token slots in the KV cache, summed over steps.
 
-    needed: of tokens whose K and V are there, or come with the rest of a prompt that is being computed
-    held: in the blocks that running sequences have; what several share counts for each
-    reserved: if each had a range of `max_model_len` instead
+    needed: slots of tokens whose K and V are stored, or follow with the rest of a prompt that is being computed.
+    held: slots in the blocks of running sequences; a shared block counts for each sequence.
+    reserved: slots if each sequence had a contiguous range of `max_model_len` instead.
     """
 
     num_steps: int = 0
@@ -64,7 +67,7 @@ class KVUse:
     reserved: int = 0
 
     def add(self, scheduler: Scheduler) -> None:
-        """Count what running sequences have now. All K and V must be in one group that keeps what it has."""
+        """Count the slots of the running sequences; the model must have a single KV group without a window."""
         batch, cache, slots = scheduler.batch, scheduler.cache, scheduler.batch.order
         held = cache.ends[0, slots] * cache.block_size
         known = np.maximum(batch.num_computed[slots], batch.num_known[slots])
@@ -80,7 +83,7 @@ class KVUse:
 
     @property
     def unused_of_blocks(self) -> float:
-        """Share of the held places in which nothing is."""
+        """The share of the held slots that are empty."""
         return 1 - self.needed / self.held
 
     @property
@@ -89,7 +92,10 @@ class KVUse:
 
 
 def workload(count: int, vocab_size: int, scale: float = 1.0) -> list[Request]:
-    """Every other one behind the system prompt; answers are mostly short, and some are long. scale: of all lengths."""
+    """Make requests, every other one with the system prompt first; most answers are short and some are long.
+
+    scale: factor of all lengths.
+    """
     rng = np.random.default_rng(0)
 
     def ids(length: float) -> list[int]:
@@ -115,10 +121,10 @@ def lengths(requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def use_on_trace(trace: Trace, block_size: int) -> dict[str, Any]:
-    """What sequences of a trace's lengths leave unused, all there at once: the scheduler and cache, without a model."""
+    """Return the unused share of the KV cache for a burst with a trace's lengths, by scheduler and cache alone."""
     longest, clock = trace.longest, VirtualClock()
     num_blocks = 1 + TRACE_SEQS * -(-longest // block_size)
-    config = SchedulerConfig(*(TRACE_SEQS, TRACE_BUDGET, longest, (num_blocks,), block_size, (CacheGroup(1),)))
+    config = SchedulerConfig(TRACE_SEQS, TRACE_BUDGET, longest, (num_blocks,), block_size, (CacheGroup(1),))
     engine = Engine(CostRunner(StepCost(), clock), ModelLimits(2, longest), config, clock=clock)
     requests = [Request([1] * each.prompt_len, each.output_len) for each in trace.requests]
     use = KVUse()

@@ -1,13 +1,14 @@
-"""What a compile costs: seconds by part for 80 layers, and seconds and peak memory of a whole one.
+"""Measure the cost of a compile: seconds by part for 80 layers, and seconds and peak memory of a whole compile.
 
     python benchmarks/compile_cost.py [--quantize int8] [--out benchmarks/results/compile_cost.json]
 
-`layers`: the shape of Llama-3.1-70B is captured and lowered, nothing is written. `whole`: `inferc compile` of the shape
-of Llama-3.1-8B, with the certificate of a random copy of its layers. The weights are zeros in files that take no disk;
-what is compiled takes the disk of the artifact under --work while it runs. Each side runs in a process of its own.
+`layers`: capture and lower the shape of Llama-3.1-70B, without writing anything. `whole`: run `inferc compile` for the
+shape of Llama-3.1-8B, with the certificate of a random copy of its layers. The weights are zeros in sparse files that
+take no disk space; the artifact takes disk space under --work while the benchmark runs. Each case runs in its own
+process.
 
-Memory is sampled every 10 ms from /proc, over the process and all that it starts (compilers of C++ among them).
-`anonymous` is memory that the processes asked for; `rss` counts mapped pages of files too (torch's libraries, above all),
+Memory is sampled every 10 ms from /proc, over the process and all processes that it starts (C++ compilers among them).
+`anonymous` is memory that the processes allocated; `rss` also counts mapped file pages (mainly torch's libraries),
 which the kernel can drop; `max_rss` is the kernel's own count for the largest single process.
 """
 
@@ -39,7 +40,7 @@ GB = 1e9
 
 @dataclass
 class Peak:
-    """The most bytes seen at once, over a process and its descendants."""
+    """The largest number of bytes seen at once, over a process and its descendants."""
 
     anonymous: int = 0
     rss: int = 0
@@ -53,7 +54,7 @@ class Peak:
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """Anonymous and all resident bytes of a process; zeros for one that is gone."""
+    """Return the anonymous and all resident bytes of a process; zeros for a process that has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -78,7 +79,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def measured(command: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
-    """The JSON that a command prints, and its seconds and peak memory in GB."""
+    """Run a command; return the JSON that it prints, and its seconds and peak memory in GB."""
     peak, done = Peak(), threading.Event()
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -105,7 +106,7 @@ def measured(command: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def capture_and_lower(folder: str) -> dict[str, float]:
-    """Seconds of each part up to the C++ source; runs in a process of its own."""
+    """Return the seconds of each compile stage up to the C++ source; runs in its own process."""
     times = {}
     start = time.perf_counter()
 
@@ -164,8 +165,10 @@ def can_quantize() -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quantize", default="int8", help='of the whole compile; "none" for bfloat16')
-    parser.add_argument("--case", choices=("layers", "whole"), action="append", help="only this one")
+    parser.add_argument(
+        "--quantize", default="int8", help='quantization scheme of the whole compile; "none" for bfloat16'
+    )
+    parser.add_argument("--case", choices=("layers", "whole"), action="append", help="run only this case")
     parser.add_argument(
         "--work", type=Path, help="folder for the artifact: 17 GB in bfloat16 (the default: the system's)"
     )
@@ -188,7 +191,7 @@ def main() -> None:
         if "whole" in cases:
             make_model(WHOLE_SHAPE, model / WHOLE_SHAPE)
             result["whole"] = compile_whole(model / WHOLE_SHAPE, artifact, options.quantize)
-    # Last: a child's max_rss is at least what its parent had when it was started.
+    # Measured last, because the max_rss of a child is at least the memory of its parent when the child was started.
     result["read_gb_per_s"] = round(measure_read(available_cores()) / GB, 1)
     report(result, options.out)
 

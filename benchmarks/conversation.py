@@ -1,4 +1,4 @@
-"""The trace of conversations that benchmarks play: where it may lie, and what is said where it does not."""
+"""The search for the conversation trace that benchmarks replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDERS = (ROOT / "data", ROOT / "out", *sorted(ROOT.parent.glob("*/data")))
 
 
 def find_trace(given: Path | None) -> Path:
-    """The file that was given, or the first that looks like one. Raises ConfigError where there is none."""
+    """Return the given file, or the first file that looks like a trace. Raises ConfigError if there is none."""
     if given is not None:
         if not given.is_file():
             raise ConfigError(f"there is no trace {given}")
@@ -21,7 +21,7 @@ def find_trace(given: Path | None) -> Path:
     found = [path for folder in FOLDERS for path in sorted(folder.glob(PATTERN))]
     if not found:
         raise ConfigError(
-            f"found no trace {PATTERN} in data/, out/ or ../*/data/; give --trace FILE (Mooncake's conversation trace, a"
-            " JSON object a line)"
+            f"found no trace {PATTERN} in data/, out/ or ../*/data/; give --trace FILE (Mooncake's conversation trace,"
+            " a JSON object a line)"
         )
     return found[0]

@@ -1,12 +1,12 @@
-"""inferc on the CPU beside its peers, in turn in one run: what `make bench` runs.
+"""Compare inferc on the CPU with its peers, in turn in one run; `make bench` runs this file.
 
     python benchmarks/cpu.py [--shape qwen3-0.6b ...] [--turns 3] [--engines inferc vllm ...] [--cases decode ...]
 
-Every engine gets the same random model and runs in a process of its own (peers/worker.py), one after the other, as many
-turns as asked for; medians count. The memory's read bandwidth is measured before and after each: a decode step of one
-request can be no faster than the bytes it reads over that. Models are read once before, so that loading finds them cached.
-Writes benchmarks/results/cpu-SHAPE.json, .md and .png, with what targets.toml asks for; an unmet target is reported, a peer
-that runs far below what it is known to reach fails the run.
+Every engine gets the same random model and runs in its own process (peers/worker.py), one after the other, for --turns
+turns; medians count. The memory's read bandwidth is measured before and after each engine: a decode step of one request
+cannot be faster than the bytes it reads divided by that bandwidth. Models are read once before, so that they are in the
+page cache when they are loaded. The results go to benchmarks/results/cpu-SHAPE.json, .md and .png, with the targets of
+targets.toml. An unmet target is reported; a peer that runs far below its known speed fails the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHAPES = ("qwen3-0.6b", "llama-3.2-1b")
 
 
 def prepared(shape: str, engine: str, format: str, peer: Peer | None, work: Path, max_model_len: int = 4096) -> Path:
-    """The model in the engine's own form; made once, and only then under its name."""
+    """Return the model in the engine's own format; it is made once, under a temporary name, and then renamed."""
     source = work / shape
     if not source.exists():
         partial = fresh(source.with_name(source.name + ".partial"))
@@ -70,7 +70,7 @@ def prepared(shape: str, engine: str, format: str, peer: Peer | None, work: Path
 
 
 def fresh(partial: Path) -> Path:
-    """The path, with nothing there of a run that was cut off."""
+    """Delete what an interrupted run left at the path, and return the path."""
     if partial.is_dir():
         shutil.rmtree(partial)
     partial.unlink(missing_ok=True)
@@ -78,7 +78,7 @@ def fresh(partial: Path) -> Path:
 
 
 def run(command: Sequence[str], env: dict[str, str] | None = None) -> str:
-    """Standard output; raises RuntimeError with the last line of standard error."""
+    """Run a command and return its standard output. Raises RuntimeError with the last line of standard error."""
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=HERE.parent, env={**os.environ, **(env or {})}, check=False
     )
@@ -89,7 +89,7 @@ def run(command: Sequence[str], env: dict[str, str] | None = None) -> str:
 
 
 def cache_files(model: Path) -> None:
-    """Read a model once, so that what loading takes is not the disk's: the system drops files that nobody read for a while."""
+    """Read a model once, so that loading finds it in the page cache, which drops files not read for a while."""
     for file in [model] if model.is_file() else filter(Path.is_file, model.rglob("*")):
         with file.open("rb", buffering=0) as stream:
             while stream.read(1 << 24):
@@ -107,7 +107,10 @@ def run_once(entry: Entry, cases: Iterable[str], threads: int) -> dict[str, Any]
 
 
 def compare(shape: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """The summary of all turns; the files are written anew after each, so that a run that is cut off leaves something."""
+    """Measure all engines of a shape and return the summary; the files are rewritten after each turn.
+
+    An interrupted run therefore leaves the results of the turns before.
+    """
     known = peers()
     entries: list[Entry] = []
     for engine in options.engines:
@@ -147,14 +150,18 @@ def compare(shape: str, options: argparse.Namespace, console: Console) -> dict[s
 def main() -> int:
     known = peers()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", dest="shapes", nargs="+", default=SHAPES, help="of benchmarks/make_model.py")
+    parser.add_argument(
+        "--shape", dest="shapes", nargs="+", default=SHAPES, help="model shapes of benchmarks/make_model.py"
+    )
     parser.add_argument("--engines", nargs="+", choices=("inferc", *known), default=("inferc", *known))
-    parser.add_argument("--formats", nargs="+", type=int, choices=(16, 8, 4), help="only weights of these widths")
+    parser.add_argument(
+        "--formats", nargs="+", type=int, choices=(16, 8, 4), help="only weights of these widths in bits"
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=tuple(CASES))
     parser.add_argument("--turns", type=int, default=3, choices=range(1, 100), metavar="N")
     parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="where models are kept")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
+    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="folder where models are kept")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the results")
     options = parser.parse_args()
     options.work, options.out = options.work.resolve(), options.out.resolve()
     console = Console(stderr=True)

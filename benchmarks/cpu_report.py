@@ -1,4 +1,4 @@
-"""The tables and the picture of what `make bench` found."""
+"""The tables and the plot of the results of `make bench`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def show(result: dict[str, Any], cases: Sequence[str], console: Console) -> None
 
 
 def write_markdown(result: dict[str, Any], cases: Sequence[str], path: Path) -> None:
-    """The tables of `show`, one below the other."""
+    """Write the tables of `show` as Markdown, one below the other."""
     lines = []
     for title, grid in grids(result, cases):
         lines += [title[0].upper() + title[1:], "", markdown(grid), ""]
@@ -72,7 +72,7 @@ def targets(rows: Sequence[dict[str, Any]]) -> Grid:
 
 
 def draw(result: dict[str, Any], cases: Sequence[str], path: Path) -> None:
-    """Bars by case, one a row, as shares of the case's best."""
+    """Draw bars for each case, one per row, scaled to the best of the case."""
     rows = [row for row in result["rows"] if "cases" in row]
     if not rows:
         return
@@ -91,7 +91,7 @@ def _draw_cases(result: dict[str, Any], rows: list[dict[str, Any]], cases: Seque
             bar.set_alpha(1.0 if row["engine"] == "inferc" else 0.5)
         limits = [row["decode_limit"] for row in rows] if case == "decode" else []
         for place, value in enumerate(values):
-            end = max(value, limits[place]) if limits else value  # behind the mark, not under it
+            end = max(value, limits[place]) if limits else value  # right of the limit mark, not under it
             text = f"{value:.0f}" if value >= 100 else f"{value:.1f}"
             axis.annotate(text, (end, place), (4, 0), textcoords="offset points", va="center", fontsize=7)
         if limits:

@@ -1,14 +1,14 @@
-"""What `make bench` found: medians, ratios to the best peers, shares of the limit, and which targets are met."""
+"""The results of `make bench`: medians, ratios to the best peers, shares of the limit, and which targets are met."""
 
 from __future__ import annotations
 
 import statistics
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tomllib
 from peers.environments import HERE, Peer
 
 from inferc.config import available_cores
@@ -18,7 +18,7 @@ from inferc.runtime.measure.bench import ModelCost, model_cost
 
 OURS = ("bfloat16", "int8", "w8a8", "int4", "int4-kv8")
 WIDTHS = {"bfloat16": 16, "bf16": 16, "int8": 8, "w8a8": 8, "Q8_0": 8, "int4": 4, "int4-kv8": 4, "Q4_0": 4}
-CRIPPLED = 0.85  # of its row in peers/expected.toml
+CRIPPLED = 0.85  # share of the speed in peers/expected.toml below which a peer counts as misconfigured
 Row = dict[str, Any]
 
 
@@ -27,12 +27,12 @@ class Case:
     requests: int
     input_len: int
     output_len: int
-    unit: str  # which of the worker's numbers counts, tokens a second
-    neighbour: bool = False  # another process keeps one of the cores busy
+    unit: str  # which of the worker's numbers counts, in tokens per second
+    neighbour: bool = False  # whether another process keeps one of the cores busy
 
     @property
     def context(self) -> int:
-        """Tokens that a decode step attends to, half-way."""
+        """The number of tokens that a decode step attends to, half-way through the answer."""
         return self.input_len + self.output_len // 2
 
 
@@ -48,14 +48,14 @@ CASES = {
 
 @dataclass
 class Entry:
-    """An engine in one of its formats, and what was measured of it, turn by turn."""
+    """An engine in one of its formats, with its measurements turn by turn."""
 
     engine: str
     format: str
     peer: Peer | None
     model: Path
     turns: list[dict[str, Any]] = field(default_factory=list)
-    reads: list[float] = field(default_factory=list)  # bytes a second, before and after each turn
+    reads: list[float] = field(default_factory=list)  # read bandwidth in bytes per second, before and after each turn
     error: str = ""
 
     @property
@@ -74,7 +74,7 @@ class Entry:
 
 
 def weights_bytes(entry: Entry) -> int:
-    """Bytes of weights that a decode step reads: an artifact knows, of a peer the size of its files says."""
+    """Return the bytes of weights that a decode step reads, from the artifact or from the size of a peer's files."""
     if entry.peer is None:
         return cost_of(entry).weights_bytes
     files = [entry.model] if entry.model.is_file() else list(entry.model.glob("*"))
@@ -88,7 +88,7 @@ def cost_of(entry: Entry) -> ModelCost:
 
 
 def expected_row(entry: Entry, shape: str) -> dict[str, float]:
-    """The row of peers/expected.toml; empty on another class of machine."""
+    """Return the engine's row of peers/expected.toml; empty on another class of machine."""
     table = tomllib.loads((HERE / "expected.toml").read_text(encoding="utf-8"))
     machine = table["machine"]
     flags = next((line.split() for line in cpuinfo().splitlines() if line.startswith("flags")), [])
@@ -129,8 +129,10 @@ def row_of(entry: Entry, shape: str, cases: Sequence[str]) -> Row:
 
 
 def add_limits(row: Row, cost: ModelCost, cases: Sequence[str]) -> None:
-    """What decode could reach: the bytes of weights, K and V by the bandwidth measured beside it. cost: of the engine's own
-    cache, of a peer that of 16 bits, which all of them keep."""
+    """Add the decode limit to a row: the measured bandwidth divided by the bytes of weights, K and V of a step.
+
+    cost: the model cost with the engine's own KV cache; for a peer, with the 16-bit KV cache that all peers have.
+    """
     if row["engine"] == "inferc":
         most = max(CASES[case].requests * (CASES[case].input_len + CASES[case].output_len) for case in cases)
         row["kv_gb"] = most * cost.kv_bytes(0) / 1e9
@@ -141,7 +143,7 @@ def add_limits(row: Row, cost: ModelCost, cases: Sequence[str]) -> None:
 
 
 def ratios(rows: Sequence[Row], cases: Sequence[str]) -> list[Row]:
-    """Each of our formats, by case, against the best peer of no fewer bits and the best one of any precision."""
+    """Compare each inferc format, by case, with the best peer of at least as many bits and the best of any bits."""
     done = [row for row in rows if "cases" in row]
     found = []
     for ours in (row for row in done if row["engine"] == "inferc"):
@@ -160,9 +162,9 @@ def ratios(rows: Sequence[Row], cases: Sequence[str]) -> list[Row]:
 
 
 def targets(rows: Sequence[Row], compared: Sequence[Row], shape: str, cases: Sequence[str]) -> list[Row]:
-    """The rows of targets.toml that were measured: what was found, what is asked for, and whether that is met.
+    """Return the measured rows of targets.toml: the result, the target, and whether the target is met.
 
-    compared: what `ratios` makes of the rows.
+    compared: the result of `ratios` for the rows.
     """
     table = tomllib.loads((Path(__file__).parent / "targets.toml").read_text(encoding="utf-8"))
     done = {row["format"]: row for row in rows if row["engine"] == "inferc" and "cases" in row}

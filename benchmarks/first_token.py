@@ -1,9 +1,9 @@
-"""From the start of a process to its first token: `inferc generate --max-tokens 1`, and `inferc serve` until ready.
+"""Measure process start to first token: `inferc generate --max-tokens 1`, and `inferc serve` until it is ready.
 
 python benchmarks/first_token.py [--model examples/models/tiny-llama] [--repeats 5] [--out FILE]
 
-Whole processes are timed, from fork to the end (generate) or to the ready line (serve); medians, with every time
-beside them. The memory's read bandwidth, measured in the same run, says how fast the machine was meanwhile.
+Whole processes are timed, from fork to the end (generate) or to the ready line (serve). The result has medians and
+every single time. The memory's read bandwidth, measured in the same run, shows how fast the machine was meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INFERC = (sys.executable, "-m", "inferc")
 
 
 def first_token(artifact: Path) -> float:
-    """Seconds of a whole `inferc generate` of one token."""
+    """Return the seconds of a whole `inferc generate` process that makes one token."""
     command = [*INFERC, "generate", str(artifact), "--prompt", "def add(a, b):", "--max-tokens", "1"]
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -34,7 +34,7 @@ def first_token(artifact: Path) -> float:
 
 
 def server_ready(artifact: Path) -> float:
-    """Seconds until `inferc serve` takes requests."""
+    """Return the seconds until `inferc serve` accepts requests."""
     start = time.perf_counter()
     command = [*INFERC, "serve", str(artifact), "--grpc-port", "0", "--http-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
@@ -57,7 +57,7 @@ def main() -> None:
         artifact = Path(folder) / "artifact"
         compile_it = [*INFERC, "compile", str(options.model), "-o", str(artifact), "--certify", "none"]
         subprocess.run(compile_it, check=True, stdout=subprocess.DEVNULL)
-        first_token(artifact)  # the files are in the page cache from here on
+        first_token(artifact)  # brings the files into the page cache
         times = [(first_token(artifact), server_ready(artifact)) for _ in range(options.repeats)]
     tokens, ready = zip(*times, strict=True)
     result = {

@@ -1,12 +1,13 @@
-"""The matrix kernels on a prompt's rows beside oneDNN's with prepacked weights, in turn, and beside the processor's peak.
+"""Compare the CPU matrix kernels for prefill with oneDNN's on prepacked weights, and with the processor's peak.
 
     python benchmarks/gemm_onednn.py [--rows 512 2048] [--formats bfloat16 w8a8] [--turns 5] [--out FILE.json]
 
-The shapes are those of the products in a layer of Qwen3-0.6B and of Llama-3.2-1B. Both multiply the same numbers, and what
-they give is compared first; weights rotate through more memory than a core's caches hold, as those of a model's layers do.
-oneDNN is the one in torch. A side works for a while before its calls count: after a rest the processor takes a tenth of a
-second to give products their full speed, and has little more than half of it at first. The peak is that of `inferc bench kernels`:
-tiles or vectors of numbers out of registers. targets.toml says how many times as fast as oneDNN bfloat16 shall be.
+The shapes are those of the products in a layer of Qwen3-0.6B and of Llama-3.2-1B. Both sides run in turn on the same
+numbers, and their results are compared first. Weights rotate through more memory than a core's caches hold, as those of
+a model's layers do. oneDNN is the one in torch. A side works for a while before its calls count: after a pause the
+processor takes a tenth of a second to reach full speed for products, and has little more than half of it at first. The
+peak is that of `inferc bench kernels`: tiles or vectors of numbers from registers. targets.toml sets how many times as
+fast as oneDNN bfloat16 should be.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import ctypes
 import itertools
 import statistics
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tomllib
 import torch
 from measured import save
 from rich.console import Console
@@ -48,16 +49,17 @@ using namespace inferc;
 EXPORT void* bench_open(int count) { return open_pool(count); }
 EXPORT i64 peak_bfloat16(void* pool, i64 rounds) { return busy_team<bf16>(pool, rounds); }
 EXPORT i64 peak_w8a8(void* pool, i64 rounds) { return busy_team<i8>(pool, rounds); }
-// Rows lie x_stride and out_stride elements apart; the scales are of w8a8.
-EXPORT void multiply_bfloat16(void* pool, const bf16* x, i64 x_stride, const float*, i64 rows, const bf16* w, const float*, i64 n,
-                              i64 k, const Blocking* blocking, bf16* out, i64 out_stride) {
+// Rows are x_stride and out_stride elements apart; only w8a8 uses the scales.
+EXPORT void multiply_bfloat16(void* pool, const bf16* x, i64 x_stride, const float*, i64 rows, const bf16* w,
+                              const float*, i64 n, i64 k, const Blocking* blocking, bf16* out, i64 out_stride) {
   auto region = [&](Team& t) {
-    linear<bf16, bf16>(t, {x, x_stride}, rows, Panels<bf16>{w, n, k, 0, blocking}, nullptr, Rows<bf16>{out, out_stride});
+    linear<bf16, bf16>(t, {x, x_stride}, rows, Panels<bf16>{w, n, k, 0, blocking}, nullptr,
+                       Rows<bf16>{out, out_stride});
   };
   parallel(pool, region);
 }
-EXPORT void multiply_w8a8(void* pool, const i8* x, i64 x_stride, const float* x_scale, i64 rows, const i8* w, const float* scale,
-                          i64 n, i64 k, const Blocking* blocking, bf16* out, i64 out_stride) {
+EXPORT void multiply_w8a8(void* pool, const i8* x, i64 x_stride, const float* x_scale, i64 rows, const i8* w,
+                          const float* scale, i64 n, i64 k, const Blocking* blocking, bf16* out, i64 out_stride) {
   auto region = [&](Team& t) {
     linear_w8a8<bf16>(t, {x, x_stride}, {x_scale, 1}, rows, Panels<i8>{w, n, k, 0, blocking}, scale, nullptr,
                       Written<bf16>{{}, {out, out_stride}});
@@ -65,21 +67,21 @@ EXPORT void multiply_w8a8(void* pool, const i8* x, i64 x_stride, const float* x_
   parallel(pool, region);
 }
 """
-# Columns and k of a layer's products: q, k and v; out; gate and up; down.
+# Pairs (n, k) of a layer's products: QKV, attention output, gate and up, down.
 SHAPES = {
     "qwen3-0.6b": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
     "llama-3.2-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
 }
 FORMATS = ("bfloat16", "w8a8")
 DTYPES = {"bfloat16": torch.bfloat16, "w8a8": torch.int8}
-WEIGHT_BYTES = 512 << 20  # rotate through as much, on each side
-WARM_SECONDS, COUNTED_SECONDS = 0.2, 0.3  # that a side works in a turn
+WEIGHT_BYTES = 512 << 20  # size of the weights that each side rotates through
+WARM_SECONDS, COUNTED_SECONDS = 0.2, 0.3  # warm-up and measured time of a side in each turn
 X_SCALE = 0.02
 
 
 @dataclass
 class Product:
-    """One product, ours and oneDNN's: a call takes the weight that has the number."""
+    """One matrix product by inferc and by oneDNN; the argument of a call is the index of the weight to use."""
 
     ours: Callable[[int], torch.Tensor]
     theirs: Callable[[int], torch.Tensor]
@@ -94,7 +96,7 @@ class Ours:
         self.pool = ctypes.c_void_p(self.library.bench_open(threads))
 
     def peak(self, format: str) -> float:
-        """Operations a second of all threads."""
+        """Measure the peak operations per second of all threads."""
         function = getattr(self.library, f"peak_{format}")
         function.restype = ctypes.c_int64
         start = time.perf_counter()
@@ -102,7 +104,7 @@ class Ours:
         return float(operations) / (time.perf_counter() - start)
 
     def blocking(self, format: str, n: int, k: int) -> torch.Tensor:
-        """What a compile would choose, as the kernel reads it."""
+        """Return the tiling that a compile would choose, in the form that the kernel reads."""
         size = DTYPES[format].itemsize
         chosen = choices(self.isa, Multiplied(n, k, size, size))
         return torch.tensor([[each.up_to, *astuple(each.blocking)] for each in chosen])
@@ -115,7 +117,7 @@ class Ours:
 
 
 def stride(width: int, itemsize: int) -> int:
-    """Elements from row to row, as the compiler lays them."""
+    """Return the row stride in elements of the compiler's layout."""
     return padded(width * itemsize) // itemsize
 
 
@@ -165,14 +167,14 @@ def product(
 
 
 def prepack(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """[n, k] as oneDNN wants to multiply `rows` rows by it."""
+    """Return a weight [n, k] in oneDNN's packed format for products with `rows` rows."""
     if weight.dtype == torch.int8:
         return torch.ops.onednn.qlinear_prepack(weight, [rows, weight.shape[1]])  # type: ignore[no-any-return]
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
 
 
 def check(made: Product) -> None:
-    """Raises RuntimeError where the two do not give the same, but for what bfloat16 rounds."""
+    """Raise RuntimeError if the results of the two sides differ by more than bfloat16 rounding."""
     ours, theirs = made.ours(0).float(), made.theirs(0).float()
     apart = float((ours - theirs).abs().max() / theirs.abs().max())
     if not apart < 0.01:
@@ -180,7 +182,7 @@ def check(made: Product) -> None:
 
 
 def compare(made: Product, turns: int) -> dict[str, list[float]]:
-    """Operations a second of each side, by the median of the calls of every turn."""
+    """Return the operations per second of each side, from the median call time of every turn."""
     rates: dict[str, list[float]] = {"inferc": [], "onednn": []}
     for _ in range(turns):
         for call, found in zip((made.ours, made.theirs), rates.values(), strict=True):
@@ -219,7 +221,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def parse(description: str | None, rows: list[int], turns: int) -> argparse.Namespace:
-    """The command line of a benchmark of products; `cases` has the product sizes (format, shape, rows, n, k) it names."""
+    """Parse the command line of a benchmark of products; `cases` lists the products (format, shape, rows, n, k)."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=rows)
     parser.add_argument("--shape", dest="shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES))

@@ -1,15 +1,18 @@
-"""Goodput of inferc's server beside those of its peers: how many requests a second each bears within objectives.
+"""Compare the goodput of inferc's server with that of its peers: the rate that each sustains within the objectives.
 
-    python benchmarks/goodput.py qwen3-0.6b [--engines inferc-bfloat16 vllm-bfloat16 …] [--ttft 1000] [--tbt 200] [--turns 2] [--out FILE]
+    python benchmarks/goodput.py qwen3-0.6b [--engines inferc-bfloat16 vllm-bfloat16 …]
+                                 [--ttft 1000] [--tbt 200] [--turns 2] [--out FILE]
 
-A model of random weights in a shape of `make_model.py` is compiled or converted for each engine as `make bench` does it, and served by
-OpenAI's completions: inferc and vLLM have servers, OpenVINO GenAI, which has none, gets peers/openvino_server.py. Then, by turns, each server gets the loads of `inferc bench serve`: the same prompts, lengths and pattern of arrivals at rates 10 % apart, up
-or down, until the highest rate is known at which 90 % of the requests have their first token within --ttft ms and their others within
---tbt ms on average. One server runs at a time; the generator shares the machine's cores with it, which is alike for all.
+A model with random weights in a shape of `make_model.py` is compiled or converted for each engine as in `make bench`,
+and served with OpenAI's completions interface: inferc and vLLM have servers; OpenVINO GenAI has none and gets
+peers/openvino_server.py. Then, in turn, each server gets the loads of `inferc bench serve`: the same prompts, lengths
+and arrival pattern at rates 10 % apart, up or down, until the highest rate is known at which 90 % of the requests have
+their first token within --ttft ms and a mean time between tokens within --tbt ms. One server runs at a time; the load
+generator shares the machine's cores with it, which is the same for all servers.
 
     python benchmarks/goodput.py qwen3-0.6b --arrivals burst --engines inferc-w8a8 inferc-w8a8-static
 
-`-static` is inferc with `--policy static`: what comes while a batch runs waits for its end.
+`-static` is inferc with `--policy static`: requests that arrive while a batch runs wait for its end.
 """
 
 from __future__ import annotations
@@ -47,19 +50,19 @@ from inferc.config import available_cores
 from inferc.cost.machine import measure_read
 
 ENGINES = ("inferc-bfloat16", "vllm-bfloat16", "openvino-bfloat16", "inferc-w8a8", "openvino-int8")
-STEP, LOWEST_RUNG = 1.1, -30  # between two rates; the lowest is 0.06 requests a second
-MOST_LOADS = 8  # of an engine's turn
-# A search begins at this share of what so many clients get who ask again and again.
+STEP, LOWEST_RUNG = 1.1, -30  # ratio of two neighbouring rates, and the rung of the lowest rate (0.06 requests/s)
+MOST_LOADS = 8  # largest number of loads in an engine's turn
+# A search begins at the share FIRST_SHARE of the rate that ALL_AT_ONCE clients reach in a closed loop.
 ALL_AT_ONCE, FIRST_SHARE = 24, 0.7
-MAX_SEQS, BUDGET, MAX_MODEL_LEN = 64, 512, 4096  # for all
+MAX_SEQS, BUDGET, MAX_MODEL_LEN = 64, 512, 4096  # limits of every server
 START_SECONDS = 600.0  # vLLM compiles when it starts
 STOP_SECONDS = 60.0
-VOCAB_SIZE = 30_000  # of the prompts' token ids; every shape has more
+VOCAB_SIZE = 30_000  # prompts use token ids below this; every shape has a larger vocabulary
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A peer in one precision. policy: of inferc's scheduler."""
+    """An engine in one precision; `policy` is the scheduling policy, which only inferc has."""
 
     name: str
     peer: str
@@ -81,13 +84,14 @@ def rate_of(rung: int) -> float:
 
 @contextlib.contextmanager
 def server_of(engine: Engine, model: Path, threads: int) -> Iterator[tuple[Target, float]]:
-    """A running server, and the seconds it took to be ready."""
+    """Start a server; yield it and the seconds that it took to be ready."""
     start = time.monotonic()
     if engine.peer == "inferc":
         options = ["--policy", engine.policy, "--no-prefix-cache", "--threads", str(threads)]
         options += ["--max-num-seqs", str(MAX_SEQS), "--max-num-batched-tokens", str(BUDGET)]
         with serving(model, options) as addresses:
-            # Tokens of random weights are no text, and what is no text is sent if log probabilities are asked for.
+            # Tokens of a model with random weights often have no text. Such tokens are sent at once only if the request
+            # asks for log probabilities.
             yield Target("completions", f"http://{addresses.http}/v1", logprobs=True), time.monotonic() - start
         return
     peer, port = peers()[engine.peer], free_port()
@@ -99,7 +103,7 @@ def server_of(engine: Engine, model: Path, threads: int) -> Iterator[tuple[Targe
         words = [str(PEERS / "openvino_server.py"), str(model), "--port", str(port), "--threads", str(threads)]
         words += ["--max-num-seqs", str(MAX_SEQS), "--max-num-batched-tokens", str(BUDGET)]
     env = {**os.environ, **{name: value.format(threads=threads) for name, value in peer.env.items()}}
-    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # its server's engine is a process of its own
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # vLLM's server needs its engine in a separate process
     log = Path(os.environ.get("TMPDIR", "/tmp")) / f"goodput-{engine.name}.log"
     with log.open("w") as said:
         process = subprocess.Popen(
@@ -142,7 +146,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> 
 
 
 def search(target: Target, settings: Settings, first: int | None, turn: int, name: str) -> dict[int, ServeResult]:
-    """Loads by rung, until the highest good rung and the lowest bad one are neighbours."""
+    """Run loads until the highest good rung and the lowest bad one are neighbours; return the results by rung."""
     found: dict[int, ServeResult] = {}
     turns = itertools.count(1 + (MOST_LOADS + 1) * turn)
     if first is None:
@@ -238,17 +242,18 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratio(first: dict[str, Any], row: dict[str, Any]) -> float | None:
-    """Of the first engine to another; None where that one bore no rate at all."""
+    """Return the ratio of the first engine's rate to another engine's; None if the other one sustained no rate."""
     other = row["good_requests_per_s"]
     return round(first["good_requests_per_s"] / other, 2) if other else None
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """The good share over the rate, a line for each engine; of several turns the mean."""
+    """Plot the share of good requests by rate, with a line for each engine; several turns are averaged."""
     from inferc.bench.plot import saved_figure
 
     goals = result["objectives"]
-    title = f"{result['model']}, {result['arrivals']} arrivals: {result['lengths'][0]} tokens in, {result['lengths'][1]} out"
+    input_len, output_len = result["lengths"][:2]
+    title = f"{result['model']}, {result['arrivals']} arrivals: {input_len} tokens in, {output_len} out"
     with saved_figure(path, title, 1, 1, (8.5, 5)) as (ax,):
         for row in result["rows"]:
             by_rate: dict[float, list[float]] = {}
@@ -264,14 +269,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=sorted(make_model.SHAPES), help="of the model")
+    parser.add_argument("shape", choices=sorted(make_model.SHAPES), help="shape of the model")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), metavar="PEER-FORMAT")
     parser.add_argument("--arrivals", choices=PATTERNS, default="poisson")
     parser.add_argument("--burst-size", type=int, default=8)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--spread", type=float, default=0.5, help="of both lengths")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of a load")
+    parser.add_argument("--spread", type=float, default=0.5, help="spread of both lengths, as a share")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of a load")
     parser.add_argument("--ttft", type=float, default=1000.0)
     parser.add_argument("--tbt", type=float, default=200.0)
     parser.add_argument("--turns", type=int, default=2)
@@ -287,7 +292,8 @@ def main() -> None:
     result = compare(options)
     for row in result["rows"]:
         print(
-            f"{row['engine']:22} {row['good_requests_per_s']:6.2f} requests/s, turns {row['turns']}, ready {row['ready_seconds']} s"
+            f"{row['engine']:22} {row['good_requests_per_s']:6.2f} requests/s, turns {row['turns']}, ready"
+            f" {row['ready_seconds']} s"
         )
     if options.plot is not None:
         draw(result, options.plot)

@@ -1,10 +1,11 @@
-"""The cuda target on one NVIDIA GPU: kernels and whole models beside the hardware's limit, and beside PyTorch's.
+"""Measure the cuda target on one NVIDIA GPU: kernels and whole models beside the hardware's limit and PyTorch.
 
     python benchmarks/gpu.py [ROW …] [--out benchmarks/results/gpu.json]
     python benchmarks/gpu.py --list
 
-Without names all rows are measured but those of peers, in what should be less than ten minutes on an H100. Each is merged into
-the results by its name, with GPU, versions, commit and date. Weights are random, of real shapes, made on the GPU.
+Without names, all rows except those of peers are measured, which should take less than ten minutes on an H100. Each row
+is merged into the results by its name, with GPU, versions, commit and date. Weights are random, in real shapes, and are
+made on the GPU.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def read_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass
 class Bench:
-    """The GPU, and what rows share."""
+    """The GPU, with the models and measurements that rows share."""
 
     driver: Driver
-    scale: str = "real"  # or "tiny", which is for trying the benchmark itself
+    scale: str = "real"  # or "tiny", to try out the benchmark itself
     models: dict[tuple[str, str | None, str], RandomModel] = field(default_factory=dict)
     bytes_per_s: float = 0.0
 
@@ -73,7 +74,7 @@ class Bench:
         return tiny if self.scale == "tiny" else real
 
     def read_bandwidth(self) -> float:
-        """Bytes a second of a kernel that reads memory and does nothing else: the limit of everything that is memory-bound."""
+        """Measure the bytes per second of a kernel that only reads memory: the limit of all memory-bound work."""
         if self.bytes_per_s:
             return self.bytes_per_s
         driver, count, programs = self.driver, self.of(1 << 30, 1 << 16), 4 * self.driver.num_multiprocessors
@@ -92,7 +93,7 @@ class Bench:
         bound = kernel.bind({"x_ptr": x, "out_ptr": out})
         times = []
         for _ in range(20):
-            driver.fill(out, 0, 4 * programs, stream)  # so that the launch is not waited for
+            driver.fill(out, 0, 4 * programs, stream)  # keeps the GPU busy, so that the launch overhead is not measured
             times.append(elapsed_ms(driver, stream, lambda: bound.launch(stream, (programs, 1, 1))))
         driver.free(x)
         driver.free(out)
@@ -130,7 +131,7 @@ def greedy(count: int) -> SamplingParams:
 
 
 def finish(engine: Engine) -> int:
-    """Run until all requests are done; tokens that came."""
+    """Run the engine until all requests are done, and return the number of generated tokens."""
     tokens = 0
     while engine.has_work:
         tokens += sum(len(output.token_ids) for output in engine.step())
@@ -146,7 +147,7 @@ def latency(
     prompt: int = 128,
     count: int = 512,
 ) -> Row:
-    """Decode of one sequence: tokens a second, the limit that reading weights and cache sets, and how busy the device is."""
+    """Measure decode of one sequence: tokens per second, the limit by reading weights and KV cache, and device use."""
     prompt, count = bench.of(prompt, 8), bench.of(count, 8)
     model = bench.model(name, quantize)
     engine = model.engine(bench.driver, 1, bench.of(8192, 64), prompt + 3 * count, deterministic)
@@ -173,7 +174,7 @@ def latency(
 
 
 def beside_limit(bench: Bench, tokens_per_s: float, seqs: int, read: float) -> Row:
-    """A rate of decode, and the one at which the bytes that a step of `seqs` sequences reads take all the bandwidth."""
+    """Return a decode rate beside its limit, at which reading the `read` bytes of a step takes all bandwidth."""
     limit = seqs * bench.read_bandwidth() / read
     return {
         "tokens_per_s": round(tokens_per_s, 1),
@@ -183,16 +184,16 @@ def beside_limit(bench: Bench, tokens_per_s: float, seqs: int, read: float) -> R
 
 
 def price(row: Row, fast: Row) -> Row:
-    """A row in the invariant order, and what it costs beside the fast one, which was measured in the same run."""
+    """Return a row of deterministic kernels with its cost relative to the fast row, measured in the same run."""
     share = 1 - row["tokens_per_s"] / fast["tokens_per_s"]
     return {**row, "fast_tokens_per_s": fast["tokens_per_s"], "price": round(share, 4)}
 
 
 def steady(bench: Bench, name: str, seqs: int, prompt: int, steps: int, *, deterministic: bool = False) -> Row:
-    """Decode of `seqs` sequences at once, once all of them do; idle: of that time, what the device has nothing to do."""
+    """Measure decode of `seqs` sequences once all of them decode; idle: share of time without work for the device."""
     seqs, prompt, steps = bench.of(seqs, 4), bench.of(prompt, 8), bench.of(steps, 8)
     model, budget = bench.model(name), bench.of(8192, 64)
-    count = 2 * steps + -(-seqs * prompt // budget)  # the first sequences decode while the last ones' prompts are read
+    count = 2 * steps + -(-seqs * prompt // budget)  # the first sequences already decode during the last prefills
     engine = model.engine(bench.driver, seqs, budget, prompt + count, deterministic)
     try:
         for index in range(seqs):
@@ -210,7 +211,7 @@ def steady(bench: Bench, name: str, seqs: int, prompt: int, steps: int, *, deter
         while len(begun) < seqs:
             decode(1)
         for half in range(2):
-            decode(2)  # on their way before the clock starts
+            decode(2)  # steps in flight before the clock starts
             started = time.perf_counter()
             decode(steps // 2)
             spent += time.perf_counter() - started
@@ -232,7 +233,10 @@ def steady(bench: Bench, name: str, seqs: int, prompt: int, steps: int, *, deter
 
 
 def shared_plan(model: RandomModel, seqs: int, prefix: int, own: int) -> StepPlan:
-    """A decode step of sequences whose first `prefix` tokens, of whole blocks, lie in the same blocks, and `own` after them."""
+    """Return a decode step of sequences that share the blocks of `prefix` tokens and have `own` tokens after them.
+
+    `prefix` fills whole blocks.
+    """
     size = model.block_size
     num_shared, num_own = prefix // size, -(-own // size)
     shared = np.tile(np.arange(1, 1 + num_shared, dtype=np.int32), (seqs, 1))
@@ -253,7 +257,7 @@ def shared_plan(model: RandomModel, seqs: int, prefix: int, own: int) -> StepPla
 
 
 def shared_prefix(bench: Bench, name: str, seqs: int, prefix: int, own: int) -> Row:
-    """Decode over a prefix that all sequences share, read once for several of them, and read for each."""
+    """Measure decode over a prefix that all sequences share: read once for several of them, and read for each."""
     seqs, prefix, own, steps = bench.of(seqs, 4), bench.of(prefix, 128), bench.of(own, 8), bench.of(100, 4)
     model = bench.model(name)
     plan = shared_plan(model, seqs, prefix, own)
@@ -283,7 +287,7 @@ def shared_prefix(bench: Bench, name: str, seqs: int, prefix: int, own: int) -> 
 
 
 def offline(bench: Bench, name: str, seqs: int, prompt: int, count: int, kv_dtype: str = "auto") -> Row:
-    """Requests that come all at once: output tokens a second from the first to the last."""
+    """Measure requests that arrive all at once: output tokens per second, from their arrival to the last token."""
     seqs, prompt, count = bench.of(seqs, 3), bench.of(prompt, 4), bench.of(count, 6)
     model = bench.model(name, kv_dtype=kv_dtype)
     engine = model.engine(bench.driver, seqs, bench.of(8192, 64), prompt + count)
@@ -302,7 +306,10 @@ def offline(bench: Bench, name: str, seqs: int, prompt: int, count: int, kv_dtyp
 
 
 def prefill(bench: Bench, name: str, seqs: int, prompt: int) -> Row:
-    """Prompts that come all at once, one token each; "cublaslt": the version that computes products, if one does."""
+    """Measure prompts that arrive all at once, with one output token each.
+
+    "cublaslt" in the row is the version of cuBLASLt, if it computes products.
+    """
     seqs, prompt = bench.of(seqs, 2), bench.of(prompt, 40)
     model = bench.model(name)
     engine = model.engine(bench.driver, seqs, bench.of(8192, 64), prompt + 2)
@@ -327,7 +334,7 @@ def bandwidth(bench: Bench) -> Row:
 
 
 def start(bench: Bench) -> Row:
-    """A fresh process from its start to its first token (benchmarks/gpu_start.py)."""
+    """Measure a fresh process from its start to its first token (benchmarks/gpu_start.py)."""
     from gpu_start import row
 
     options = ("--kv-memory", "1MiB", "--max-num-seqs", "1") if bench.scale == "tiny" else ()
@@ -344,7 +351,10 @@ def deterministic_steady(bench: Bench) -> Row:
 
 
 def kernels(bench: Bench) -> Row:
-    """Every kernel at a model's shapes, beside PyTorch's own (benchmarks/gpu_kernels.py); one that is off has an "error"."""
+    """Measure every kernel at a model's shapes beside PyTorch's own (benchmarks/gpu_kernels.py).
+
+    A kernel with wrong results has an "error".
+    """
     from gpu_kernels import rows
 
     return {"kernels": rows(bench.driver, tiny=bench.scale == "tiny")}
@@ -357,7 +367,7 @@ def transformers_compiled(bench: Bench) -> Row:
 
 
 def transformers_batched(bench: Bench) -> Row:
-    """Continuous batching of 32 sequences by transformers, and by us."""
+    """Measure continuous batching of 32 sequences by transformers and by inferc."""
     from gpu_peers import continuous_batching
 
     ours = offline(bench, "llama-3.1-8b", 32, 128, 256)
@@ -382,12 +392,12 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "8b-transformers-compiled": transformers_compiled,
     "8b-transformers-batched": transformers_batched,
 }
-PEERS = ("8b-transformers-compiled", "8b-transformers-batched")  # which take minutes: only by name
+PEERS = ("8b-transformers-compiled", "8b-transformers-batched")  # rows that take minutes and are only measured by name
 DEFAULT = tuple(name for name in ROWS if name not in PEERS)
 
 
 def run(bench: Bench, names: list[str], out: Path) -> dict[str, Row]:
-    """The rows, each with its error where it has one: the next is measured all the same."""
+    """Measure rows and return them; a row that fails has an "error", and the next one is measured all the same."""
     found: dict[str, Row] = {}
     for name in names:
         started = time.perf_counter()
@@ -402,7 +412,7 @@ def run(bench: Bench, names: list[str], out: Path) -> dict[str, Row]:
 
 
 def merge(found: dict[str, Row], gpu: str, out: Path) -> None:
-    """Put rows into the results, each with its own circumstances; rows that failed leave what was there."""
+    """Merge rows into the results, each with the facts of this run; a failed row does not replace an older result."""
     stored = json.loads(out.read_text()) if out.exists() else {"rows": {}}
     of_run = {**circumstances(), "gpu": gpu}
     for name, row in found.items():

@@ -1,7 +1,7 @@
-"""The compiled GPU kernels at a model's shapes, each against PyTorch's own and the memory's bandwidth: a row of gpu.py.
+"""The row of gpu.py that compares each compiled GPU kernel with PyTorch's and memory bandwidth, at a model's shapes.
 
-Without CUDA in torch the same tensors are put where the driver says, and PyTorch's times are those of the CPU: this is how the
-benchmark itself is tried.
+Without CUDA in torch, the tensors are placed at addresses from the driver, and PyTorch's times are those of the CPU.
+This is how the benchmark itself is tested.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ from inferc.ir import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
 from inferc.runtime.runners.cuda.driver import Driver
 
 REPEATS = 50
-FLUSH_BYTES = 256 << 20  # more than any L2: every launch finds its inputs in memory
+FLUSH_BYTES = 256 << 20  # larger than any L2 cache, so that every launch reads its inputs from memory
 BLOCK_SIZE = 32
 TOLERANCE = 2**-6
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes, the rows of its products, decode steps as (sequences, the context of each), and prompts as (how many, how long)."""
+    """The sizes of a model and of the steps to measure.
+
+    tokens: numbers of rows of the products. decode: decode steps as (sequences, context length of each).
+    prompts: prefill steps as (prompts, length of each).
+    """
 
     hidden: int
     intermediate: int
@@ -69,9 +73,10 @@ def tiny(device: str = "cpu") -> Shape:
 
 @dataclass
 class Bench:
-    """A launch, what PyTorch has for it, and the least that both move and compute.
+    """A kernel launch, PyTorch's equivalent, and the least bytes and operations that both need.
 
-    before: a launch that it needs done; exact: what is right, where PyTorch's rounds on the way (weights, the halves of a gate).
+    before: launches that must run first. exact: the exact result, where PyTorch's own rounds intermediate values
+    (weights, the halves of a gate).
     """
 
     kernel: str
@@ -88,7 +93,7 @@ class Bench:
     exact: Callable[[], Tensor] | None = None
 
     def all_tensors(self) -> dict[str, Tensor]:
-        """By argument: the step's counts, and anything for what this specialisation does not read."""
+        """Return the tensors by argument, with the counts of the step, and a dummy for arguments that are not read."""
         device = self.tensors[self.out].device
         step = [self.counts.get(name, 0) for name in ("num_tokens", "num_rows", "num_seqs")]
         held = {**dict.fromkeys(self.source.signature, torch.zeros(16, device=device)), **self.tensors}
@@ -100,7 +105,7 @@ def size(*tensors: Tensor) -> int:
 
 
 def benches(of: Shape) -> Iterator[Bench]:
-    """Made one after the other, so that their memory is too."""
+    """Yield the benchmarks one after the other, so that only one of them holds memory at a time."""
     for tokens in of.tokens:
         yield norm(of, tokens)
         yield product(of, tokens, (of.heads + 2 * of.kv_heads) * of.dim, of.hidden)
@@ -128,12 +133,12 @@ def norm(of: Shape, tokens: int) -> Bench:
 
 
 def bound_for(rows: int) -> int | None:
-    """Of the variant that a step of so many rows takes."""
+    """Return the row bound of the kernel variant that a step of `rows` rows uses."""
     return next(bound for bound in ROW_BOUNDS if bound is None or rows <= bound)
 
 
 def weights(of: Shape, n: int, k: int, int8: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """A weight in bfloat16 for PyTorch, the same in float32 without rounding, and as arguments of a kernel."""
+    """Return a weight in bfloat16 for PyTorch, its exact values in float32, and its arguments for a kernel."""
     weight = of.numbers(n, k) / k**0.5
     if not int8:
         return weight, weight.float(), {"weight_ptr": weight}
@@ -179,7 +184,7 @@ def gated(of: Shape, tokens: int, int8: bool = False) -> Bench:
 
 
 def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:
-    """`new` tokens a sequence, beside SDPA over K and V that lie in one piece."""
+    """Return the benchmark of attention with `new` tokens per sequence, beside SDPA over contiguous K and V."""
     blocks, width, tokens = -(-context // BLOCK_SIZE), of.heads * of.dim, seqs * new
     table = torch.randperm(seqs * blocks, device=of.device).to(torch.int32).view(seqs, blocks)
     pool = of.numbers(seqs * blocks, of.kv_heads, 2, BLOCK_SIZE, of.dim)
@@ -187,8 +192,18 @@ def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:
     lies = pool[table.long()].permute(3, 0, 2, 1, 4, 5)
     k, v = lies.reshape(2, seqs, of.kv_heads, blocks * BLOCK_SIZE, of.dim)[..., :context, :]
     shape = AttentionShape(
-        *("bfloat16", of.heads, of.kv_heads, of.dim, (width, width), 1, BLOCK_SIZE),
-        *(of.dim**-0.5, 0.0, "causal", 0, False),
+        "bfloat16",
+        of.heads,
+        of.kv_heads,
+        of.dim,
+        (width, width),
+        1,
+        BLOCK_SIZE,
+        of.dim**-0.5,
+        0.0,
+        "causal",
+        0,
+        False,
     )
 
     def integers(*values: int) -> Tensor:
@@ -234,7 +249,7 @@ def attention(of: Shape, seqs: int, context: int, new: int) -> Bench:
 
 
 class Placed:
-    """Tensors as addresses on the device: their own, or of a copy where torch has no CUDA."""
+    """The device addresses of tensors: their own, or those of copies if torch has no CUDA."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self._owned, self._stream = driver, dict[int, int](), driver.new_stream()
@@ -258,7 +273,7 @@ class Placed:
 
 
 def rows(driver: Driver, *, tiny: bool = False) -> list[dict[str, Any]]:
-    """A row a kernel and shape, in the order of `benches`."""
+    """Measure all benchmarks and return a row per kernel and shape, in the order of `benches`."""
     of = globals()["tiny"]("cuda" if torch.cuda.is_available() else "cpu") if tiny else llama_8b(driver.arch)
     return [measure(driver, bench) for bench in benches(of)]
 
@@ -270,7 +285,7 @@ def measure(driver: Driver, bench: Bench) -> dict[str, Any]:
     flush = driver.allocate(FLUSH_BYTES if bench.tensors[bench.out].is_cuda else 256)
     if bench.tensors[bench.out].is_cuda:
         torch.cuda.synchronize()
-    held = []  # what launches read
+    held = []  # keeps alive the memory that launches read
     for each in (*bench.before, bench):
         held.append(each.all_tensors())
         cubin = build(each.source, each.kernel, "", driver.arch)
@@ -295,7 +310,7 @@ def measure(driver: Driver, bench: Bench) -> dict[str, Any]:
 
 
 def difference(written: torch.Tensor, expected: torch.Tensor, tolerance: float) -> dict[str, Any]:
-    """How far two tensors are apart at most, and an "error" where an element is further than `tolerance` (1 + |expected|)."""
+    """Return the largest difference of two tensors, and an "error" if any exceeds `tolerance` * (1 + |expected|)."""
     assert written.shape == expected.shape
     apart = (written.double() - expected.double()).abs()
     found: dict[str, Any] = {"off": float(f"{apart.max().item():.3g}")}
@@ -306,7 +321,7 @@ def difference(written: torch.Tensor, expected: torch.Tensor, tolerance: float) 
 
 
 def torch_microseconds(run: Callable[[], object]) -> float:
-    """Median time of `run` on the GPU, with a cold cache."""
+    """Return the median time of `run` on the GPU in microseconds, with a cold cache."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     new_event: Callable[..., Any] = torch.cuda.Event  # untyped in torch
     times: list[float] = []

@@ -1,6 +1,6 @@
-"""A compiled model of a real shape with random weights that are made on the GPU: nothing is read from a disk.
+"""A compiled model of a real shape with random weights that are made on the GPU, so that nothing is read from disk.
 
-Speed depends on shapes, and on the power that numbers take, which for zeros is less: so they are drawn.
+The weights are random and not zero because speed also depends on power, and products of zeros take less power.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def fill_random_kernel(  # type: ignore[no-untyped-def]
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Uniform numbers in SHIFT ± SCALE: a hash of their place."""
+    """Fill memory with uniform numbers in SHIFT ± SCALE, made by a hash of their index."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     h = (i & 0x7FFFFFFF).to(tl.uint32) * 2654435761
     h = (h ^ (h >> 16)) * 2246822519
@@ -72,7 +72,10 @@ def fill_random(dtype: str, count: int, scale: float, shift: float) -> Source:
 
 @dataclass
 class RandomModel:
-    """What a `CudaRunner` needs of an artifact. read_bytes: of weights, by a decode step of one sequence."""
+    """The parts of an artifact that a `CudaRunner` needs, for a model with random weights.
+
+    read_bytes: bytes of weights that a decode step of one sequence reads.
+    """
 
     path: Path
     program: dict[str, Any]
@@ -88,7 +91,7 @@ class RandomModel:
     read_bytes: float
 
     def place_weights(self, driver: Driver, base: int) -> dict[str, int]:
-        """Draw all weights at `base` and on; norms lie around 1."""
+        """Draw all weights into memory from `base` on and return their addresses; norm weights are around 1."""
         stream = driver.new_stream()
         counts = driver.allocate(256)
         addresses, at, kernels = {}, base, {}
@@ -114,7 +117,10 @@ class RandomModel:
     def runner(
         self, driver: Driver, seqs: int, tokens: int, num_blocks: int, deterministic: bool = False
     ) -> tuple[CudaRunner, ResolvedEngineConfig]:
-        """A runner of `seqs` sequences and `tokens` tokens a step, with so many blocks besides the reserved one."""
+        """Return a runner for `seqs` sequences and `tokens` tokens per step, with `num_blocks` KV blocks.
+
+        The reserved block comes in addition to these.
+        """
         groups = cache_groups(self.kv_groups)
         config = EngineConfig(
             max_num_seqs=seqs,
@@ -127,8 +133,9 @@ class RandomModel:
         return CudaRunner(self, resolved, driver, place_weights=self.place_weights), resolved
 
     def engine(self, driver: Driver, seqs: int, tokens: int, max_tokens: int, deterministic: bool = False) -> Engine:
-        """An engine for `seqs` sequences of up to `max_tokens` tokens at once."""
-        num_blocks = seqs * (1 + -(-max_tokens // self.block_size))  # a spare one each, or fewer are let in
+        """Return an engine for `seqs` concurrent sequences of up to `max_tokens` tokens."""
+        # One spare block per sequence; without it the scheduler admits fewer sequences.
+        num_blocks = seqs * (1 + -(-max_tokens // self.block_size))
         runner, resolved = self.runner(driver, seqs, tokens, num_blocks, deterministic)
         sizes = SchedulerConfig(
             max_num_seqs=seqs,
@@ -143,7 +150,7 @@ class RandomModel:
 
 
 def _range_of(weight: StoredWeight) -> tuple[float, float]:
-    """How far from which number a weight's are."""
+    """Return the half-width and the centre of the range of a weight's random values."""
     if weight.dtype == "int8":
         return 127.0, 0.0
     if weight.name.endswith("scale"):
@@ -159,7 +166,7 @@ def lowered(
     dtype: str,
     kv_dtype: str = "auto",
 ) -> tuple[Program, Any]:
-    """The program of a shape of make_model.py, or of a Hugging Face config, for one chip; and the config."""
+    """Lower a shape of make_model.py, or a Hugging Face config, for one chip; return the program and the config."""
     fields = SHAPES[shape].config if isinstance(shape, str) else shape
     config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "architectures"})
     program = capture(from_config(config, None), dtype, max_model_len, check=False)
@@ -168,7 +175,7 @@ def lowered(
 
 
 def random_step(shape: str | Mapping[str, Any], arch: str, quantize: str | None) -> CudaStep:
-    """What runs it, not compiled yet."""
+    """Return the step of a model with random weights, with kernel sources that are not compiled yet."""
     program, _ = lowered(shape, arch, quantize, 256, "bfloat16")
     return emit(program, memory_plan(program).values)
 

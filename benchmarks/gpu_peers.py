@@ -1,4 +1,4 @@
-"""What PyTorch and transformers make of the same shapes on the same GPU, with random weights made there."""
+"""The speed of PyTorch and transformers at the same shapes on the same GPU, with random weights made there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def random_module(shape: str) -> Any:
-    """The transformers model of a shape, bfloat16, drawn on the GPU."""
+    """Return the transformers model of a shape in bfloat16, with random weights made on the GPU."""
     config = AutoConfig.for_model(
         **{key: value for key, value in SHAPES[shape].config.items() if key != "architectures"}
     )
@@ -22,7 +22,7 @@ def random_module(shape: str) -> Any:
 
 
 def compiled_decode(shape: str, prompt: int = 128, count: int = 256) -> dict[str, Any]:
-    """One sequence, a static cache, the forward pass compiled with CUDA graphs."""
+    """Measure one sequence with a static cache and the forward pass compiled with CUDA graphs."""
     model = random_module(shape)
     ids = torch.full((1, prompt), 5, device="cuda")
     options = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0, "eos_token_id": None}
@@ -42,7 +42,7 @@ def compiled_decode(shape: str, prompt: int = 128, count: int = 256) -> dict[str
 
 
 def continuous_batching(shape: str, seqs: int, prompt: int, count: int) -> dict[str, Any]:
-    """Transformers' own continuous batching."""
+    """Measure transformers' own continuous batching."""
     from transformers import GenerationConfig
 
     model = random_module(shape)

@@ -1,4 +1,4 @@
-"""From the start of a fresh process to its first token, of an artifact whose files are in the page cache: a row of gpu.py."""
+"""The row of gpu.py that measures process start to first token, with the artifact's files in the page cache."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ COPY_BYTES = 256 << 20
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """Zeros, in files that take no disk."""
+    """Write a model of zeros in sparse files that take no disk space."""
     make_model(shape, folder, None, None, "bfloat16", Console(stderr=True))
 
 
 def inferc(artifact: Path) -> list[str]:
-    """The command line that runs an artifact."""
+    """Return the command line that runs an artifact."""
     del artifact
     return [sys.executable, "-m", "inferc"]
 
 
 def first_token(artifact: Path, *options: str) -> float:
-    """Seconds of a whole `inferc generate` of one token."""
+    """Return the seconds of a whole `inferc generate` process that makes one token."""
     command = [*inferc(artifact), "generate", str(artifact), "--prompt", "def add", "--max-tokens", "1", *options]
     started = time.perf_counter()
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -45,7 +45,7 @@ def first_token(artifact: Path, *options: str) -> float:
 
 
 def copy_bytes_per_s(driver: Driver, num_bytes: int) -> float:
-    """Of a copy from pinned memory to the device."""
+    """Measure the bytes per second of a copy from pinned host memory to the device."""
     stream, here, there = driver.new_stream(), driver.allocate_host(num_bytes), driver.allocate(num_bytes)
     times = []
     for _ in range(5):
@@ -60,7 +60,10 @@ def copy_bytes_per_s(driver: Driver, num_bytes: int) -> float:
 
 
 def row(driver: Driver, shape: str, *options: str) -> dict[str, Any]:
-    """The first run is not counted; the limit is what copying the weights to the device takes. options: of `inferc generate`."""
+    """Measure the start of a model; the limit is the time to copy the weights to the device.
+
+    The first run is not counted. options: options of `inferc generate`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         model, artifact = Path(folder) / "model", Path(folder) / "artifact"
         write_model(shape, model)

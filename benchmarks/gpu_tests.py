@@ -1,10 +1,10 @@
-"""The tests that need an NVIDIA GPU, run here, and what came of them among the results.
+"""Run the tests that need an NVIDIA GPU, and add their outcome to the results.
 
     python benchmarks/gpu_tests.py [OPTION OF PYTEST …]
 
-They run in a process for each core but two, all that share compiled models in one of these ("-n 0" of pytest: in this one).
-The row "tests" of benchmarks/results/gpu.json says how many passed, which failed and why others were skipped, with GPU,
-versions, commit and date.
+They run in one process for each core but two; tests that share compiled models run in the same process (pytest's "-n 0"
+runs all of them in this process). The row "tests" of benchmarks/results/gpu.json says how many passed, which failed and
+why others were skipped, with GPU, versions, commit and date.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOT_PASSED = ("failure", "error", "skipped")
 
 
 def outcome(report: Path) -> dict[str, Any]:
-    """What a file that pytest's --junitxml wrote says."""
+    """Summarize a report of pytest's --junitxml: numbers of passed tests, failed tests and reasons of skipped ones."""
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     skipped = [found for case in cases if (found := case.find("skipped")) is not None]
     return {

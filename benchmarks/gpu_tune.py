@@ -1,11 +1,12 @@
-"""Find the tiles of a model's products on the GPU that is here, and write them where the compiler looks for them.
+"""Find the best tile sizes of a model's products on this machine's GPU, and write them where the compiler finds them.
 
     python benchmarks/gpu_tune.py [SHAPE …] [--int8] [--minutes 8]       shapes of make_model.py
 
-Every product of the shape, for each number of rows that has a kernel of its own, with the tiles that the chip has room for; each launch finds
-its weights in no cache. What is faster than the compiler's own choice by more than noise goes into codegen/triton/configs/CHIP.json, which the
-next compile for that chip reads. Kernels are compiled by all cores while the GPU measures. The best kernel for many rows is then measured
-beside cuBLASLt, where this machine has that, and from how many rows on the library is faster goes there too.
+It tries every product of the shape, for each row bound that has its own kernel, with all tiles that fit on the chip.
+Each launch finds its weights in no cache. Tiles that are faster than the compiler's own choice by more than noise are
+written to codegen/triton/configs/CHIP.json, which the next compile for that chip reads. All cores compile kernels while
+the GPU measures. The best kernel for many rows is then compared with cuBLASLt, if this machine has it, and the number
+of rows from which the library is faster is written there too.
 """
 
 from __future__ import annotations
@@ -39,27 +40,28 @@ from inferc.runtime.runners.cuda.memory import MAX_SAMPLE_ROWS
 
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b")
 KERNELS = ("linear", "linear_silu_mul", "qkv_rope_kv_write")
-WORTH = 0.97  # of the time of the compiler's own choice
+WORTH = 0.97  # a candidate is better if it takes less than this share of the time of the compiler's own choice
 REPEATS = 20
-COLD_BYTES = 256 << 20  # more than any L2
+COLD_BYTES = 256 << 20  # larger than any L2 cache
 SIZES: dict[str, tuple[int, ...]] = {"BLOCK_N": (16, 32, 64, 128), "BLOCK_K": (64, 128, 256)}
 WARPS, STAGES = (4, 8), (3, 4, 5, 6)
-IN_FLIGHT = (8 << 10, 160 << 10)  # bytes of weights that are worth trying
+IN_FLIGHT = (8 << 10, 160 << 10)  # range of bytes of weights in flight that is worth trying
 TOKENS_OF_PREFILL = 4096
-# Beside the library: between powers of two as well, since it is asked once for all rows up to one.
+# Numbers of rows at which the library is compared. Some are not powers of two, because the library is configured once
+# for all numbers of rows up to a power of two.
 MANY_ROWS = (192, 256, 512, 1000, 2048, 3000, TOKENS_OF_PREFILL)
-ARGUMENT_BYTES = 64 << 20  # of every argument but the weight
+ARGUMENT_BYTES = 64 << 20  # memory for every argument except the weight
 
 
 def candidates(source: Source) -> Iterator[Source]:
-    """The source with other tiles, its own first."""
+    """Yield the kernel source with other tile sizes, beginning with its own."""
     yield source
     itemsize = 1 if "*i8" in source.signature.values() else 2
     names = [name for name in TILES if name in source.constants]
     for sizes in itertools.product(*(SIZES[name] for name in names)):
         constants = {**source.constants, **dict(zip(names, sizes, strict=True))}
         if source.constants.get("HOW") and constants["BLOCK_N"] != source.constants["BLOCK_N"]:
-            continue  # a norm needs its head in one program
+            continue  # a fused norm needs a whole head in one program
         tile_bytes = int(constants["BLOCK_N"]) * int(constants["BLOCK_K"]) * itemsize
         for warps, stages in itertools.product(WARPS, STAGES):
             made = dataclasses.replace(source, constants=constants, num_warps=warps, num_stages=stages)
@@ -68,7 +70,7 @@ def candidates(source: Source) -> Iterator[Source]:
 
 
 def rows_of(source: Source) -> int:
-    """What the variant is for."""
+    """Return the number of rows that a kernel variant is meant for."""
     if source.constants["FEW"]:
         return int(source.constants["BLOCK_M"])
     return MAX_SAMPLE_ROWS if source.constants.get("COUNT") == COUNTS["rows"] else TOKENS_OF_PREFILL
@@ -76,7 +78,7 @@ def rows_of(source: Source) -> int:
 
 @dataclasses.dataclass
 class Bed:
-    """Memory that any product can be launched over."""
+    """The test bed of kernel launches: a driver, and memory that is large enough for any product."""
 
     driver: Driver
     cold_bytes: int
@@ -100,7 +102,7 @@ class Bed:
         return at
 
     def microseconds(self, source: Source, cubin: Cubin, rows: int) -> float:
-        """Median time of a launch over so many rows."""
+        """Return the median time of a kernel launch over `rows` rows, in microseconds."""
         values = self.values(source, rows)
         self.driver.wait(self.stream)
         self.counts_here.view(np.int32)[:] = (rows, rows, rows, 0)
@@ -113,7 +115,7 @@ class Bed:
         return spent
 
     def library_microseconds(self, source: Source, rows: int) -> float | None:
-        """Of the library for the same product; None for one that it cannot compute."""
+        """Return the median time of the library for the same product, or None if it cannot compute it."""
         assert self.library is not None and source.product is not None
         choice = LibraryChoice(CUBLASLT, rows, source.product)
         bound = self.library.bind(choice, self.values(source, rows))
@@ -121,14 +123,14 @@ class Bed:
         return self.median(lambda: bound.launch(self.stream, rows)) if bound.takes(rows) else None
 
     def values(self, source: Source, rows: int) -> dict[str, int]:
-        """Memory for each argument."""
+        """Return the address of memory for each argument."""
         k, n = int(source.constants["K"]), int(source.constants.get("N", 1 << 14))
         widest = max(k, n, *(int(value) for name, value in source.constants.items() if name.endswith("STRIDE")))
         values = {name: self.address(name, max(4 * rows * widest, self.argument_bytes)) for name in source.signature}
         return {**values, "weight_ptr": self.address("weight_ptr", max(8 * k * n, self.argument_bytes))}
 
     def median(self, launch: Callable[[], None]) -> float:
-        """Microseconds of a launch that finds nothing in a cache."""
+        """Return the median microseconds of a launch with cold caches."""
         times = []
         for _ in range(REPEATS):
             self.driver.fill(self.cold, 0, self.cold_bytes, self.stream)
@@ -148,7 +150,7 @@ class Bed:
 def tune(
     bed: Bed, builders: Builders, kernel: str, source: Source, until: float, *, beside_library: bool = False
 ) -> dict[str, Any] | None:
-    """The entry of what is better than the compiler's own choice: the best tile, the library, or both."""
+    """Return the entry of what beats the compiler's own choice (the best tile, the library, or both), else None."""
     own, best, found, timed = 0.0, 0.0, source, None
     tried = list(candidates(source))
     jobs = [Job(each, kernel, each.function.__name__, bed.driver.arch, fit=False) for each in tried]
@@ -156,7 +158,7 @@ def tune(
         if time.monotonic() > until:
             break
         if isinstance(cubin, Exception):
-            continue  # it spills, or the chip has no room for it
+            continue  # the kernel spills registers or does not fit on the chip
         spent = bed.microseconds(each, cubin, rows_of(each))
         if not own:
             own, best, timed = spent, spent, cubin
@@ -173,7 +175,10 @@ def tune(
 
 
 def compared(bed: Bed, source: Source, cubin: Cubin) -> dict[str, Any]:
-    """The "library" of an entry, if it is faster than the kernel for the most rows, and on from how many it is."""
+    """Return the "library" part of an entry: from how many rows on the library is faster than the kernel.
+
+    It is empty if the library is not faster at the largest number of rows.
+    """
     measured: dict[str, list[float]] = {}
     from_rows = None
     for rows in sorted((each for each in MANY_ROWS if each <= rows_of(source)), reverse=True):
@@ -185,7 +190,7 @@ def compared(bed: Bed, source: Source, cubin: Cubin) -> dict[str, Any]:
 
 
 def merge(kernel: str, source: Source, entry: dict[str, Any] | None, path: Path) -> None:
-    """Put an entry in place of that of the same kernel and shape."""
+    """Store an entry in the file, in place of the entry for the same kernel and shape."""
     stored = json.loads(path.read_text()) if path.exists() else []
     kept = [each for each in stored if (each["kernel"], each["shape"]) != (kernel, shape_of(source))]
     path.parent.mkdir(exist_ok=True)
@@ -197,10 +202,10 @@ def merge(kernel: str, source: Source, entry: dict[str, Any] | None, path: Path)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", default=list(SHAPES))
-    parser.add_argument("--int8", action="store_true", help="the products of --quantize int8")
-    parser.add_argument("--minutes", type=float, default=8.0, help="then no further tile is tried")
+    parser.add_argument("--int8", action="store_true", help="tune the products of --quantize int8")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time after which no further tile is tried")
     parser.add_argument("--out", type=Path, default=FOLDER, help="the folder of CHIP.json")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program itself")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model, to try out the program itself")
     arguments = parser.parse_args()
     try:
         driver = Driver()
@@ -213,7 +218,7 @@ def main() -> None:
     except UnsupportedError as error:
         print(f"gpu_tune.py: not beside cuBLASLt: {error}", file=sys.stderr)
     done: set[str] = set()
-    # While the GPU measures on one processor, the others compile.
+    # One core drives the measurements on the GPU while the others compile.
     with Builders(1 if arguments.tiny else max(1, (os.cpu_count() or 2) - 1)) as builders:
         for shape in arguments.shapes:
             step = random_step(TINY if arguments.tiny else shape, driver.arch, "int8" if arguments.int8 else None)
@@ -224,7 +229,7 @@ def main() -> None:
                     done.add(key)
                     entry = tune(bed, builders, kernel, source, until, beside_library=name in step.for_many_rows)
                     print(json.dumps({name: entry}), flush=True)
-                    if entry or time.monotonic() < until:  # else not everything was tried
+                    if entry or time.monotonic() < until:  # otherwise not all candidates were tried
                         merge(kernel, source, entry, arguments.out / f"{driver.arch}.json")
     bed.close()
 

@@ -1,6 +1,7 @@
-"""How long a server's health waits while something else is done to it, asked by a process of its own.
+"""A probe that measures how long a server's health checks take while the server is under load.
 
-GET /health over a new connection each time, and gRPC's health over one that is kept, in turn, fifty times a second.
+It runs in its own process and sends GET /health over a new connection each time and gRPC's health check over a kept
+connection, in turn, fifty times per second.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ TIMEOUT = 30.0
 
 
 class HealthProbe(AbstractContextManager["HealthProbe"]):
-    """Asks while it is open; `waits` are known afterwards. http, grpc: addresses, HOST:PORT."""
+    """A context in which health checks are sent; `waits` holds their latencies afterwards.
+
+    http, grpc: addresses of the server, HOST:PORT.
+    """
 
     def __init__(self, http: str, grpc: str) -> None:
         command = [sys.executable, str(Path(__file__)), http, grpc]
@@ -46,7 +50,10 @@ class HealthProbe(AbstractContextManager["HealthProbe"]):
 
 
 def ask_until_told(http_address: str, grpc_address: str) -> None:
-    """Ask until standard input ends; then print waits in milliseconds, as JSON. What fails has waited for ever."""
+    """Send health checks until standard input ends, then print quantiles of their latency in milliseconds as JSON.
+
+    A failed check counts as an infinite latency.
+    """
     waits: dict[str, list[float]] = {"http": [], "grpc": []}
     over = threading.Event()
 
@@ -75,7 +82,7 @@ def ask_until_told(http_address: str, grpc_address: str) -> None:
 
 
 def _figures(waits: list[float]) -> dict[str, float]:
-    """Quantiles of how long health waited, in milliseconds."""
+    """Return quantiles of the latencies in milliseconds."""
     if not waits:
         return {}
     quantiles = np.quantile(waits, (0.5, 0.99, 1.0), method="higher").tolist()

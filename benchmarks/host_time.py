@@ -1,11 +1,11 @@
-"""Host time of a step: what scheduling, planning and landing cost beside the model.
+"""Measure the host time of a step: the cost of scheduling, planning and applying results, without the model.
 
 python benchmarks/host_time.py [--num-seqs 64] [--steps 2000] [--attention full|window|mixed] [--no-prefix-cache]
 
-A null model answers at once with random ids, so all time is the host's. Reported are medians per decode-only step, in
-microseconds: `schedule` makes the plan, `update` lands it, `engine` is all of `Engine.step`. `events` writes what the step
-brought for the pipe of an engine in a process of its own, as under `inferc serve`. `text` is detokenising, which is on
-another thread or in another process, while the next step runs.
+A null model answers at once with random ids, so that all time is host time. The results are medians per decode-only
+step, in microseconds: `schedule` makes the plan, `update` applies the results, `engine` is all of `Engine.step`.
+`events` encodes the results of a step for the pipe of an engine process, as under `inferc serve`. `text` is
+detokenization, which runs on another thread or in another process while the next step runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODEL = Path(__file__).parents[1] / "examples" / "models" / "tiny-llama"
 
 
 class NullRunner:
-    """Answers every step with random ids, and does nothing else."""
+    """A runner that answers every step with random ids and does nothing else."""
 
     def __init__(self, num_rows: int) -> None:
         self._ids = np.random.default_rng(0).integers(10, VOCAB_SIZE, (64, num_rows)).astype(np.int32)
@@ -64,7 +64,12 @@ def make_engine(num_seqs: int, steps: int, attention: str, prefix_cache: bool) -
     num_blocks = 1 + num_seqs * -(-max_model_len // BLOCK_SIZE)
     groups = GROUPS[attention]
     config = SchedulerConfig(
-        *(num_seqs, max(512, num_seqs), max_model_len, (num_blocks,) * len(groups), BLOCK_SIZE, groups),
+        num_seqs,
+        max(512, num_seqs),
+        max_model_len,
+        (num_blocks,) * len(groups),
+        BLOCK_SIZE,
+        groups,
         prefix_cache=prefix_cache,
     )
     engine = Engine(NullRunner(num_seqs), ModelLimits(VOCAB_SIZE, max_model_len, (1, 6)), config)
@@ -80,7 +85,7 @@ def make_engine(num_seqs: int, steps: int, attention: str, prefix_cache: bool) -
 
 
 def measure(num_seqs: int, steps: int, attention: str, prefix_cache: bool) -> dict[str, float]:
-    """Median microseconds of a decode-only step, by part."""
+    """Return the median microseconds of a decode-only step, by part."""
     engine = make_engine(num_seqs, steps, attention, prefix_cache)
     parts: dict[str, list[float]] = {"schedule": [], "update": [], "engine": [], "events": [], "text": []}
     text, writer = Text(MODEL), EventWriter()

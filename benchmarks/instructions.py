@@ -1,11 +1,12 @@
-"""Instructions of the CPU kernels, which no noise touches: those of the inner loops by instruction set, and those executed.
+"""Count the instructions of the CPU kernels, a measure without noise: in inner loops, and those executed.
 
     python benchmarks/instructions.py [--isa ISA ...] [--out FILE] [--against benchmarks/results/instructions.json]
 
-For every instruction set the kernels are compiled and disassembled (objdump); of each function that holds a product, the
-innermost loop with the most multiply-adds is counted: all instructions, multiply-adds, those that touch memory. valgrind's
-callgrind then counts what some calls of the AVX2 library execute (it knows neither AVX-512 nor AMX). --against says what
-differs from a file that an earlier commit wrote: with the same compiler a difference is one of the source.
+For every instruction set the kernels are compiled and disassembled (objdump). For each function that holds a matrix
+product, the innermost loop with the most multiply-adds is counted: all instructions, multiply-adds, and those with
+memory operands. Then valgrind's callgrind counts the instructions that some calls of the AVX2 library execute (it
+supports neither AVX-512 nor AMX). --against compares with a file from an earlier commit: with the same compiler, any
+difference comes from the source.
 """
 
 from __future__ import annotations
@@ -33,22 +34,25 @@ MULTIPLY_ADD = re.compile(r"vfn?madd|vdpbf16ps|vpdpbusd|vpmaddwd|vpmaddubsw|tdp|
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 INSTRUCTION = re.compile(r"^\s*([0-9a-f]+):\s+(\S+)\s*(.*)$")
 JUMP = re.compile(r"^(?:j\w+|b(?:\.\w+)?|cbn?z|tbn?z)$")
-# What callgrind runs, as the driver below takes it: kernel, rows (of attention: new tokens), n (sequences), k (context).
-CASES = (
-    *((f"linear_{dtype}", rows, 256, 1024) for dtype in ("f32", "bf16", "int8", "w8a8", "w4a8") for rows in (1, 4, 64)),
-    *((f"attention_{dtype}", new, 2, 256) for dtype in ("bf16", "int8") for new in (1, 64)),
+# The cases that callgrind runs, as arguments of the driver below: kernel, rows, n, k. For attention these are kernel,
+# new tokens, sequences and context length.
+CASES = tuple(
+    [(f"linear_{dtype}", rows, 256, 1024) for dtype in ("f32", "bf16", "int8", "w8a8", "w4a8") for rows in (1, 4, 64)]
+    + [(f"attention_{dtype}", new, 2, 256) for dtype in ("bf16", "int8") for new in (1, 64)]
 )
 DRIVER = r"""
 #include <stdlib.h>
 static char* room(size_t size) { return static_cast<char*>(calloc(size + 64, 1)); }
-__attribute__((noinline)) void measured(const char* name, void* pool, i64 rows, i64 n, i64 k, char* x, char* w, char* out) {
+__attribute__((noinline)) void measured(const char* name, void* pool, i64 rows, i64 n, i64 k, char* x, char* w,
+                                        char* out) {
   const i32 starts[] = {0, i32(rows), i32(2 * rows)}, lengths[] = {i32(k), i32(k)};
   static i32 table[4096];
   for (i32 i = 0; i < 4096; ++i) table[i] = i % 64;
 #define CASE(NAME) if (!strcmp(name, #NAME)) return bench_##NAME(pool, x, rows, w, n, k, out);
   CASE(linear_f32) CASE(linear_bf16) CASE(linear_int8) CASE(linear_w8a8) CASE(linear_w4a8)
 #undef CASE
-#define CASE(NAME) if (!strcmp(name, #NAME)) return bench_##NAME(pool, x, out, w, 8, 128, table, k / 16, starts, lengths, n, 16);
+#define CASE(NAME) \
+  if (!strcmp(name, #NAME)) return bench_##NAME(pool, x, out, w, 8, 128, table, k / 16, starts, lengths, n, 16);
   CASE(attention_bf16) CASE(attention_int8)
   abort();
 }
@@ -64,15 +68,15 @@ int main(int, char** arg) {
 
 @dataclass(frozen=True)
 class Loop:
-    """The innermost loop of a function that has the most multiply-adds."""
+    """The instruction counts of a function's innermost loop with the most multiply-adds."""
 
     instructions: int
     multiply_adds: int
-    memory: int  # instructions with an operand there
+    memory: int  # instructions with a memory operand
 
 
 def functions(disassembly: Iterable[str]) -> dict[str, list[tuple[int, str, str]]]:
-    """(address, mnemonic, operands) by demangled name."""
+    """Parse a disassembly into lists of (address, mnemonic, operands), by demangled function name."""
     found: dict[str, list[tuple[int, str, str]]] = {}
     current: list[tuple[int, str, str]] = []
     for text in disassembly:
@@ -84,7 +88,7 @@ def functions(disassembly: Iterable[str]) -> dict[str, list[tuple[int, str, str]
 
 
 def inner_loop(code: Sequence[tuple[int, str, str]]) -> Loop | None:
-    """None where no loop multiplies."""
+    """Return the innermost loop with the most multiply-adds, or None if no loop multiplies."""
     first, last = code[0][0], code[-1][0]
     loops = []
     for address, mnemonic, operands in code:
@@ -109,7 +113,7 @@ def inner_loop(code: Sequence[tuple[int, str, str]]) -> Loop | None:
 
 
 def short_name(demangled: str) -> str:
-    """`tile<bf16, 6, 4>` of `void inferc::tile<inferc::bf16, 6, 4>(…)`."""
+    """Return a short function name, for example `tile<bf16, 6, 4>` for `void inferc::tile<inferc::bf16, 6, 4>(…)`."""
     name = demangled.partition("inferc::")[2].split("(", 1)[0]
     return name.replace("inferc::", "").replace("signed char", "i8").replace("unsigned char", "u8")
 
@@ -127,7 +131,7 @@ def loops_of(isa: str) -> dict[str, dict[str, int]]:
 
 
 def executed() -> dict[str, int]:
-    """Instructions of one call of each case, by the AVX2 library and one thread."""
+    """Return the instructions that one call of each case executes, with the AVX2 library and one thread."""
     compiler = find_compiler()
     flags = [flag for flag in FLAGS if flag not in ("-fPIC", "-Werror")]
     found = {}
@@ -167,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--isa", nargs="+", choices=ISAS, default=list(ISAS))
     parser.add_argument("--out", type=Path, help="also write the JSON here")
-    parser.add_argument("--against", type=Path, help="a file that --out wrote: say what differs")
+    parser.add_argument("--against", type=Path, help="a file that --out wrote: print the differences")
     options = parser.parse_args()
     missing = [name for name in ("objdump", "valgrind") if not shutil.which(name)]
     if missing:

@@ -1,12 +1,12 @@
-"""Speed of the CPU kernels beside what the memory gives in the same run.
+"""Measure the speed of the CPU kernels beside the memory bandwidth of the same run.
 
     python benchmarks/kernels_cpu.py [--threads N] [--isa ISA] [--seconds S] [--only bf16 …]
                                     [--experts] [--sample] [--attention] [--json]
 
-Weights rotate through more memory than the caches hold. A row of a few tokens should read its weight at the probe's
-bandwidth; many rows should reach the arithmetic limit. Every number is the best of several rounds. A layer of experts is
-measured in turn with the probe: `of_probe` is its bandwidth as a share of what the probe had just before, in the median;
-so is sampling, of which `reads` says how many times as long it takes as to read the logits.
+Weights rotate through more memory than the caches hold. A product with few rows should read its weight at the bandwidth
+of the memory probe; one with many rows should reach the arithmetic limit. Every number is the best of several rounds. A
+layer of experts is measured in turn with the probe: `of_probe` is its bandwidth as a share of the probe's just before
+it, as a median. Sampling is measured in turn with reading the logits: `reads` is how many times as long it takes.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ EXPORT void bench_read(void* pool, const float* data, i64 count, float* sink) {
 template <class T>
 void bench_linear(void* pool, const void* x, i64 rows, const void* w, i64 n, i64 k, void* out) {
   auto region = [&](Team& t) {
-    linear<T, T>(t, Rows<const T>{static_cast<const T*>(x), k}, rows, Panels<T>{static_cast<const T*>(w), n, k}, nullptr,
-                 Rows<T>{static_cast<T*>(out), n});
+    linear<T, T>(t, Rows<const T>{static_cast<const T*>(x), k}, rows, Panels<T>{static_cast<const T*>(w), n, k},
+                 nullptr, Rows<T>{static_cast<T*>(out), n});
   };
   parallel(pool, region);
 }
@@ -80,23 +80,25 @@ EXPORT void bench_linear_int8(void* pool, const void* x, i64 rows, const void* w
 EXPORT void bench_linear_w8a8(void* pool, const void* x, i64 rows, const void* w, i64 n, i64 k, void* out) {
   auto region = [&](Team& t) {
     Panels<i8> panels{static_cast<const i8*>(w), n, k};
-    linear_w8a8<bf16>(t, Rows<const i8>{static_cast<const i8*>(x), k}, Rows<const float>{static_cast<const float*>(x), 0},
-                      rows, panels, nullptr, nullptr, Written<bf16>{{}, {static_cast<bf16*>(out), n}});
+    linear_w8a8<bf16>(t, Rows<const i8>{static_cast<const i8*>(x), k},
+                      Rows<const float>{static_cast<const float*>(x), 0}, rows,
+                      panels, nullptr, nullptr, Written<bf16>{{}, {static_cast<bf16*>(out), n}});
   };
   parallel(pool, region);
 }
-// The scales behind the integers, in groups of 32.
+// The scales, one per group of 32, come after the integers.
 EXPORT void bench_linear_w4a8(void* pool, const void* x, i64 rows, const void* w, i64 n, i64 k, void* out) {
   auto region = [&](Team& t) {
     const u8* data = static_cast<const u8*>(w);
     Int4Panels panels{data, reinterpret_cast<const i8*>(data + n * k / 2), n, k, 32};
-    linear_w4a8<bf16>(t, Rows<const i8>{static_cast<const i8*>(x), k}, Rows<const float>{static_cast<const float*>(x), 0},
-                      rows, panels, nullptr, nullptr, Written<bf16>{{}, {static_cast<bf16*>(out), n}});
+    linear_w4a8<bf16>(t, Rows<const i8>{static_cast<const i8*>(x), k},
+                      Rows<const float>{static_cast<const float*>(x), 0}, rows,
+                      panels, nullptr, nullptr, Written<bf16>{{}, {static_cast<bf16*>(out), n}});
   };
   parallel(pool, region);
 }
-// One layer after the other, each with its own experts: gate_up and then down of all, integers in front of the scales of
-// four bits. `scale` serves all other scales and weights.
+// Runs one layer after the other, each with its own experts: first gate_up, then down, of all experts. With four bits
+// the integers come before their scales. `scale` serves as all other scales and weights.
 template <class W, class X>
 void bench_experts(void* pool, const void* x, const i32* ids, const float* scale, i64 rows, i64 top_k, i64 layers,
                    const char* w, i64 experts, i64 hidden, i64 inter, void* out, char* work) {
@@ -118,9 +120,10 @@ void bench_experts(void* pool, const void* x, const i32* ids, const float* scale
     };
     for (i64 layer = 0; layer < layers; ++layer) {
       const Matrix gate_up = next(2 * inter, hidden), down = next(hidden, inter);
-      moe_experts(t, Experts<bf16, W, X>{{static_cast<const X*>(x), hidden}, {scale, 0}, {ids + layer * rows * top_k, top_k},
-                                         {scale, top_k}, gate_up, down, SILU, 1.0f, 0.0f, false, rows, top_k, experts, hidden,
-                                         inter, {static_cast<bf16*>(out), hidden}, work});
+      moe_experts(t, Experts<bf16, W, X>{{static_cast<const X*>(x), hidden}, {scale, 0},
+                                         {ids + layer * rows * top_k, top_k}, {scale, top_k}, gate_up, down, SILU,
+                                         1.0f, 0.0f, false, rows, top_k, experts, hidden, inter,
+                                         {static_cast<bf16*>(out), hidden}, work});
       t.barrier();
     }
   };
@@ -128,14 +131,16 @@ void bench_experts(void* pool, const void* x, const i32* ids, const float* scale
 }
 #define BENCH_EXPERTS(NAME, W, X) \
   EXPORT void bench_experts_##NAME(void* pool, const void* x, const i32* ids, const float* scale, i64 rows, i64 top_k, \
-                                   i64 layers, const char* w, i64 experts, i64 hidden, i64 inter, void* out, char* work) { \
+                                   i64 layers, const char* w, i64 experts, i64 hidden, i64 inter, void* out, \
+                                   char* work) { \
     bench_experts<W, X>(pool, x, ids, scale, rows, top_k, layers, w, experts, hidden, inter, out, work); \
   }
 BENCH_EXPERTS(bf16, bf16, bf16)
 BENCH_EXPERTS(int8, i8, bf16)
 BENCH_EXPERTS(w8a8, i8, i8)
 BENCH_EXPERTS(w4a8, u8, i8)
-EXPORT void bench_sample(void* pool, const SampleArgs* a, i64 rows, const float* logits, char* scratch, i64 per_thread) {
+EXPORT void bench_sample(void* pool, const SampleArgs* a, i64 rows, const float* logits, char* scratch,
+                         i64 per_thread) {
   auto region = [&](Team& t) { sample_rows(t, *a, 0, rows, {logits, a->vocab_size}, {scratch, per_thread}); };
   parallel(pool, region);
 }
@@ -148,20 +153,22 @@ void bench_attention(void* pool, const void* q, void* out, void* cache, i64 kv_h
   auto region = [&](Team& t) { paged_attention(t, a); };
   parallel(pool, region);
 }
-EXPORT void bench_attention_bf16(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim, const i32* table,
+EXPORT void bench_attention_bf16(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim,
+                                 const i32* table,
                                  i64 max_blocks, const i32* starts, const i32* lengths, i64 seqs, i64 heads) {
   bench_attention<bf16>(pool, q, out, cache, kv_heads, dim, table, max_blocks, starts, lengths, seqs, heads);
 }
-EXPORT void bench_attention_int8(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim, const i32* table,
+EXPORT void bench_attention_int8(void* pool, const void* q, void* out, void* cache, i64 kv_heads, i64 dim,
+                                 const i32* table,
                                  i64 max_blocks, const i32* starts, const i32* lengths, i64 seqs, i64 heads) {
   bench_attention<i8>(pool, q, out, cache, kv_heads, dim, table, max_blocks, starts, lengths, seqs, heads);
 }
 """
-POOL_BYTES = 1 << 30  # rotates through this much
-NUMBERS = 1 << 20  # that repeat there
+POOL_BYTES = 1 << 30  # size of the memory that weights rotate through
+NUMBERS = 1 << 20  # number of random values, which repeat throughout that memory
 SHAPES = ((3072, 1024), (1024, 3072), (4096, 4096))  # n, k
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-WEIGHT_BYTES = {"bf16": 2.0, "f32": 4.0, "int8": 1.0, "w8a8": 1.0, "w4a8": 0.5 + 1 / 32}  # of an element
+WEIGHT_BYTES = {"bf16": 2.0, "f32": 4.0, "int8": 1.0, "w8a8": 1.0, "w4a8": 0.5 + 1 / 32}  # bytes per element
 EXPERTS = (2048, 768, 64, 8)  # hidden, intermediate, experts, top_k: a layer of Qwen3-MoE's kind
 EXPERT_WEIGHTS = ("bf16", "int8", "w8a8", "w4a8")
 EXPERT_ROWS = (1, 2, 4, 8)
@@ -175,13 +182,16 @@ SAMPLED: dict[str, dict[str, float]] = {
     "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
     "temperature, 5 logprobs": {"temperature": 0.8, "num_logprobs": 5},
 }
-# (sequences, tokens each brings, context): decode and prefill of heads of 128 on 8 KV heads
+# (sequences, new tokens of each, context length) for decode and prefill, with head dimension 128 and 8 KV heads.
 ATTENTION = ((1, 1, 4096), (1, 1, 16384), (8, 1, 2048), (1, 512, 512), (1, 512, 4096))
-CACHED_BYTES = {"bf16": 2 * 128, "int8": 128 + 4}  # of a head of K or of V of a token
+CACHED_BYTES = {"bf16": 2 * 128, "int8": 128 + 4}  # bytes per token and head of K or of V
 
 
 def numbers(count: int) -> NDArray[np.uint8]:
-    """Bytes that are numbers of either sign in float32, bfloat16 and int8: of zeros a processor multiplies more in a second."""
+    """Return bytes that are numbers of both signs in float32, bfloat16 and int8.
+
+    Zeros would not do, because a processor multiplies them faster.
+    """
     bits = np.random.default_rng(0).integers(0, 1 << 16, count // 2, np.uint16)
     return (bits & 0x807F | 0x3F00).view(np.uint8)
 
@@ -192,7 +202,7 @@ class Bench:
         self.library.bench_open.restype = ctypes.c_void_p
         self.pool = ctypes.c_void_p(self.library.bench_open(threads))
         self.seconds, self.threads = seconds, threads
-        # Huge ones, as the runner's pool has.
+        # Use huge pages, like the runner's pool.
         pages = mmap.mmap(-1, POOL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -200,7 +210,7 @@ class Bench:
         self.memory.view(np.uint16).reshape(-1, NUMBERS)[:] = numbers(2 * NUMBERS).view(np.uint16)
 
     def best(self, call: Callable[[int], None]) -> float:
-        """Seconds of the fastest of the calls that fit into the time; the argument counts them."""
+        """Return the seconds of the fastest call that fits into the time; the argument of a call is its number."""
         call(0)
         times: list[float] = []
         begin = time.perf_counter()
@@ -219,7 +229,7 @@ class Bench:
         getattr(self.library, name)(self.pool, *map(as_c, args))
 
     def rate(self, num_bytes: int, name: str, *args: Any) -> float:
-        """Bytes a second of one call."""
+        """Return the bytes per second of one call."""
         start = time.perf_counter()
         self.call(name, *args)
         return num_bytes / (time.perf_counter() - start)
@@ -243,12 +253,13 @@ class Bench:
         return {"kernel": f"linear {dtype}", "shape": f"{rows} x {n} x {k}", **rates}
 
     def experts(self, dtype: str, rows: int) -> dict[str, Any]:
-        """A decode step of `rows` sequences through as many layers as the memory holds."""
+        """Measure a decode step of `rows` sequences through as many layers as the memory holds."""
         hidden, inter, experts, top_k = EXPERTS
         of_one = int(3 * hidden * inter * WEIGHT_BYTES[dtype])
         layers = POOL_BYTES // (experts * of_one)
         source = np.random.default_rng(0)
-        # A sequence alone takes the experts in turn, so that none is read again soon; several choose at random.
+        # A single sequence takes the experts in turn, so that none is read again soon; several sequences choose at
+        # random.
         orders = [source.permutation(experts) for _ in range(layers)]
         steps = []
         for step in range(16):
@@ -277,7 +288,7 @@ class Bench:
         return {"kernel": f"experts {dtype}", "shape": shape, "gb_per_s": max(rates) / 1e9, **share}
 
     def sample(self, name: str, count: int) -> dict[str, Any]:
-        """`count` rows of spread logits that were read just before, beside what that took; medians."""
+        """Measure sampling of `count` rows of random logits beside the time to read them just before; use medians."""
         logits = (np.random.default_rng(0).standard_normal((count, VOCAB)) * 3).astype(np.float32)
         greedy = SampleRows.greedy(np.arange(count, dtype=np.int32))
         changed: dict[str, Any] = {
@@ -339,7 +350,7 @@ class Bench:
 
 
 def attention_rows(bench: Bench, heads: int) -> list[dict[str, Any]]:
-    """Over K and V in bfloat16 and in int8, in turn."""
+    """Measure attention over K and V in bfloat16 and in int8, in turn."""
     return [bench.attention(cached, heads, *case) for case in ATTENTION for cached in CACHED_BYTES]
 
 
@@ -347,12 +358,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--isa", default="auto", choices=("auto", *ISAS))
-    parser.add_argument("--seconds", type=float, default=0.5, help="per row")
-    parser.add_argument("--only", nargs="+", choices=WEIGHT_BYTES, help="products by these weights, and nothing else")
-    parser.add_argument("--experts", action="store_true", help="experts of a mixture, and nothing else")
-    parser.add_argument("--sample", action="store_true", help="from logits to ids, and nothing else")
-    parser.add_argument("--attention", action="store_true", help="attention, and nothing else")
-    parser.add_argument("--heads", type=int, default=16, help="of the queries, over 8 of K and V")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per row")
+    parser.add_argument("--only", nargs="+", choices=WEIGHT_BYTES, help="measure only products with these weights")
+    parser.add_argument("--experts", action="store_true", help="measure only layers of experts")
+    parser.add_argument("--sample", action="store_true", help="measure only sampling, from logits to ids")
+    parser.add_argument("--attention", action="store_true", help="measure only attention")
+    parser.add_argument("--heads", type=int, default=16, help="number of query heads, with 8 KV heads")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     isa = choose_isa(args.isa, ISAS)

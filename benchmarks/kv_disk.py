@@ -1,14 +1,16 @@
-"""What the KV cache on disk brings: a known prefix after a restart, and a sequence of four times the memory.
+"""Measure the KV cache on disk: a known prefix after a restart, and a sequence of four times the KV memory.
 
     python benchmarks/kv_disk.py [--shape qwen3-0.6b] [--tokens 2000] [--context 4096] [--turns 5] [--out FILE]
 
-Restart: an engine in a process of its own computes a prompt and is stopped; the next ones, each in a process of its own with the files
-in the page cache, answer it again with some new tokens behind it, and after that a prompt that nobody knows. The ratio is that of the
-times to the first token, within one process; the limit reads the files once at the memory's bandwidth and computes the new tokens.
+Restart: an engine in its own process computes a prompt and is stopped. Later engines, each in its own process with the
+files in the page cache, answer the prompt again with some new tokens appended, and then a prompt that is not in the
+cache. The ratio compares the times to first token within one process. The limit is the time to read the files once at
+memory bandwidth and to compute the new tokens.
 
-Long: a prompt of `--context` tokens with a KV memory of a quarter of it, beside an engine with memory for all, in turn:
-time to the first token, and time between two tokens. Then some tokens more, with the files' pages taken out of memory before
-each (MADV_PAGEOUT), so that a step has to read the disk: with reading ahead, layer by layer, and without, in turn. Weights are random, and so are ids.
+Long: a prompt of `--context` tokens with KV memory for a quarter of it runs in turn with an engine that has memory for
+all of it: time to first token, and time between tokens. Then come some more tokens, with the pages of the files dropped
+from memory before each (MADV_PAGEOUT), so that a step must read the disk: in turn with and without reading ahead, layer
+by layer. Weights and ids are random.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ from inferc.runtime.engine.load import load_engine
 from inferc.runtime.step.sampling_params import SamplingParams
 
 VOCAB_SIZE, NEW, ANSWER = 4000, 32, 24
-COLD_STEPS = 5  # of each kind, with pages taken out of memory
-MADV_PAGEOUT = 21  # Linux 5.4
+COLD_STEPS = 5  # number of steps of each kind, with pages dropped from memory
+MADV_PAGEOUT = 21  # a constant of Linux 5.4 and later
 
 
 def ids(seed: int, count: int) -> list[int]:
@@ -50,7 +52,7 @@ def ids(seed: int, count: int) -> list[int]:
 
 
 def run(engine: Engine, prompt: list[int], max_tokens: int) -> list[float]:
-    """When each token came, in seconds from the request on."""
+    """Run a request and return the time of each token, in seconds after the request."""
     engine.add_request("r", prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
     begun = time.perf_counter()
     times: list[float] = []
@@ -62,16 +64,16 @@ def run(engine: Engine, prompt: list[int], max_tokens: int) -> list[float]:
 
 
 def step(engine: Engine) -> Outputs:
-    """As a server's loop does: where there is nothing to do for a while, other threads get the interpreter."""
+    """Run a step as a server's loop does: if the engine is idle for a while, sleep so that other threads can run."""
     if pause := engine.idle_seconds:
         time.sleep(pause)
     return engine.step()
 
 
 def restarted(artifact: Path, disk: Path, num_tokens: int, turn: int) -> dict[str, Any]:
-    """In a process of its own: the known prompt, then one that is not known."""
+    """Measure the known prompt, then one that is not in the cache; runs in its own process."""
     engine = load_engine(artifact, max_num_seqs=4, kv_disk=str(disk))
-    run(engine, ids(1000 + turn, 64), 2)  # its weights are in memory from here on
+    run(engine, ids(1000 + turn, 64), 2)  # brings the weights into memory
     known = run(engine, [*ids(0, num_tokens), *ids(2000 + turn, NEW)], 1)[0]
     cached = engine.stats().cached_tokens
     fresh = run(engine, ids(3000 + turn, num_tokens + NEW), 1)[0]
@@ -83,7 +85,7 @@ def restarted(artifact: Path, disk: Path, num_tokens: int, turn: int) -> dict[st
 
 def restart(artifact: Path, disk: Path, num_tokens: int, turns: int) -> dict[str, Any]:
     found = []
-    for turn in range(turns + 1):  # the first finds nothing
+    for turn in range(turns + 1):  # in the first turn the cache is empty
         command = [sys.executable, __file__, "--worker", str(artifact), str(disk), str(num_tokens), str(turn)]
         found.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout))
     first, later = found[0], found[1:]
@@ -100,7 +102,7 @@ def restart(artifact: Path, disk: Path, num_tokens: int, turns: int) -> dict[str
 
 
 def from_disk(engine: Engine, prompt: list[int]) -> dict[str, Any]:
-    """Seconds of decode steps whose blocks below the arena are read from the disk, with and without reading ahead."""
+    """Measure decode steps whose blocks outside the arena are read from the disk, with and without reading ahead."""
     libc = ctypes.CDLL(None, use_errno=True)
     runner: Any = engine.runner
     blocks, count = runner.blocks(0), runner.num_blocks[0]
@@ -116,7 +118,7 @@ def from_disk(engine: Engine, prompt: list[int]) -> dict[str, Any]:
     for turn in range(2 * COLD_STEPS):
         name = ("ahead", "on demand")[turn % 2]
         disk._ahead.is_needed = (lambda: True) if name == "ahead" else (lambda: False)
-        os.sync()  # what is dirty stays
+        os.sync()  # written first, because dirty pages would stay in memory
         libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_PAGEOUT)
         before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, time.perf_counter()
         engine.step()
@@ -175,10 +177,10 @@ def long(artifact: Path, disk: Path, context: int, turns: int, bytes_per_token: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3-0.6b", help="of make_model.py")
+    parser.add_argument("--shape", default="qwen3-0.6b", help="model shape of make_model.py")
     parser.add_argument("--quantize", default="int8")
-    parser.add_argument("--tokens", type=int, default=2000, help="of the prompt that is known after a restart")
-    parser.add_argument("--context", type=int, default=4096, help="of the long prompt")
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens of the prompt that is known after a restart")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of the long prompt")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)

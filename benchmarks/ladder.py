@@ -1,24 +1,24 @@
-"""What each part of the engine is worth: one burst of requests, served with one part more on every rung.
+"""Measure the gain of each part of the engine: one burst of requests, served with one more part on every rung.
 
     python benchmarks/ladder.py [--turns 3] [--reservations 2] [--quantize w8a8] [--trace FILE] [--out FOLDER] [--quick]
 
-A random Llama, requests of mixed lengths that are all there at once, half of them behind one system prompt. From rung
-to rung:
+The model is a Llama with random weights. The requests have mixed lengths, arrive all at once, and half of them begin
+with one system prompt. The rungs, from first to last:
 
 - static batches without a KV cache: every token is a request of its own, over the prompt and all tokens before it;
-- + KV cache: static batches, in which nobody joins before the last has ended (nothing is padded in either);
-- + continuous batching, as many sequences as the KV memory holds ranges of `max_model_len`, as if each had one
-  reserved;
-- + paging: the same memory in blocks, for as many sequences as fit; + larger batch: memory for all at once;
+- + KV cache: static batches, which no request joins before the last one has ended (there is no padding in either rung);
+- + continuous batching, with as many sequences as the KV memory holds ranges of `max_model_len`, as if each sequence
+  had one range reserved;
+- + paging: the same memory in blocks, for as many sequences as fit; + larger batch: memory for all requests at once;
 - + 8-bit weights; + prefix cache.
 
-Every rung runs once a turn, the order alternates, ratios are of one turn and their medians count; a turn before warms
-up. The first rung takes longer than all others together and runs in one turn only. Beside a ratio stands what it should
-be: of the KV cache at most the tokens that are computed, before over after; of weights, their bytes; of the others, the
-work in their steps at the prices that the rung before had (runtime/step/cost.py). All rungs must give the same tokens
-where weights are the same. Also how much of the KV cache's memory is held and not used, in this burst and at the
-lengths of a conversation trace (the same scheduler and cache, without a model). Writes ladder.json and ladder.png into
-the folder, prints the tables.
+Every rung runs once per turn in alternating order. Ratios are within one turn, and their medians count; a warm-up turn
+comes first. The first rung takes longer than all others together and runs in one turn only. Each ratio is shown with
+its expected value: for the KV cache at most the ratio of computed tokens; for weights the ratio of their bytes; for the
+others the ratio of the work in their steps at the step costs of the rung before (runtime/step/cost.py). All rungs with
+the same weights must give the same tokens. The result also shows how much of the KV memory is held but not used, in
+this burst and at the lengths of a conversation trace (by the same scheduler and cache, without a model). The files
+ladder.json and ladder.png go into the folder --out, and the tables are printed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ TRACE_REQUESTS = 200
 
 @dataclass(frozen=True)
 class Rung:
-    """kv_tokens: that the KV cache holds. by: what says what the ratio to the rung before should be."""
+    """A rung of the ladder: the configuration of the engine.
+
+    kv_tokens: number of tokens that the KV cache holds.
+    by: the quantity that gives the expected ratio to the rung before: "tokens", "weights" or "work".
+    """
 
     name: str
     max_num_seqs: int
@@ -86,7 +90,7 @@ def rungs(requests: Sequence[Request], reservations: int, max_model_len: int, qu
 
 
 class CountedCost(StepCost):
-    """What steps cost, and how much work there was in all."""
+    """A step cost model that also sums up the work of all steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +103,7 @@ class CountedCost(StepCost):
 
 @dataclass
 class Climb:
-    """What a rung did: its engine, and of each turn the seconds."""
+    """The run of a rung: its engine, and the seconds of each turn."""
 
     rung: Rung
     engine: Engine
@@ -107,8 +111,8 @@ class Climb:
     weights_bytes: int
     seconds: list[float] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
-    num_steps: int = 0  # of a turn
-    num_tokens: int = 0  # computed
+    num_steps: int = 0  # number of steps of a turn
+    num_tokens: int = 0  # number of tokens computed in a turn
     work: F64 = field(default_factory=lambda: np.zeros(len(WORK)))
     use: KVUse = field(default_factory=KVUse)
 
@@ -124,13 +128,13 @@ def start(rung: Rung, path: Path) -> Climb:
         policy=rung.policy,
         prefix_cache=rung.prefix_cache,
     )
-    engine.scheduler.foresees = True  # which makes it observe its steps
+    engine.scheduler.foresees = True  # makes the scheduler observe the cost of its steps
     cost = engine.scheduler.forecast.cost = CountedCost()
     return Climb(rung, engine, cost, sum(weight.num_bytes for weight in artifact.weights))
 
 
 def without_cache(engine: Engine, requests: Sequence[Request], batch: int) -> list[list[int]]:
-    """The same tokens in static batches: each is asked for anew, and so computes all before it again."""
+    """Generate tokens in static batches without a KV cache: each token is a new request that computes all before it."""
     answers: list[list[int]] = []
     for first in range(0, len(requests), batch):
         group = requests[first : first + batch]
@@ -144,7 +148,7 @@ def without_cache(engine: Engine, requests: Sequence[Request], batch: int) -> li
 
 
 def take_turn(climb: Climb, requests: Sequence[Request], turn: int) -> None:
-    """Serve the burst once; in turn 0 to warm up, and to see what the KV cache holds. Fails if tokens change."""
+    """Serve the burst once; turn 0 warms up and measures the use of the KV cache. Fails if tokens change."""
     engine, rung = climb.engine, climb.rung
     if not turn:
         if rung.recomputes:
@@ -177,15 +181,18 @@ def check_tokens(climbs: Sequence[Climb]) -> None:
         differing = [i for i, pair in enumerate(zip(climb.answers, other.answers, strict=True)) if pair[0] != pair[1]]
         if differing:
             raise SystemExit(
-                f"ladder: {climb.rung.name!r} gives other tokens than {other.rung.name!r}, whose weights are the same, in"
-                f" requests {', '.join(map(str, differing[:8]))}"
+                f"ladder: {climb.rung.name!r} gives other tokens than {other.rung.name!r}, whose weights are the same,"
+                f" in requests {', '.join(map(str, differing[:8]))}"
             )
 
 
 def climb_all(
     paths: dict[str, Path], chosen: Sequence[Rung], requests: Sequence[Request], turns: int, show: Callable[[], None]
 ) -> tuple[list[Climb], list[float]]:
-    """All turns of all rungs, and the bytes a second that memory gave in each turn. show: called after each run."""
+    """Run all turns of all rungs; return them with the memory bandwidth of each turn, in bytes per second.
+
+    show: called after each run.
+    """
     climbs = [start(rung, paths[rung.format]) for rung in chosen]
     reads = []
     try:
@@ -204,7 +211,7 @@ def climb_all(
 
 
 def expected(climb: Climb, before: Climb) -> float:
-    """What the ratio to the rung before should be, by what `by` names."""
+    """Return the expected ratio to the rung before, by the quantity that `by` names."""
     prices = before.cost.prices
     more, less = {
         "tokens": (before.num_tokens, climb.num_tokens),
@@ -215,7 +222,7 @@ def expected(climb: Climb, before: Climb) -> float:
 
 
 def over(before: Climb, climb: Climb) -> float:
-    """How many times faster, as the median of the turns; one that ran in a single turn stands for all."""
+    """Return how many times faster a rung is, as the median over turns; a rung with a single turn counts for all."""
     turns = max(len(each.seconds) for each in (before, climb))
     slow, fast = (each.seconds * (turns // len(each.seconds)) for each in (before, climb))
     return statistics.median(one / two for one, two in zip(slow, fast, strict=True))
@@ -251,12 +258,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--requests", type=int, default=48)
-    parser.add_argument("--reservations", type=int, default=2, help="of full length that the KV memory holds")
-    parser.add_argument("--quantize", default="w8a8", help="the 8-bit rungs' weights")
-    parser.add_argument("--trace", type=Path, help="a conversation trace, for the KV memory at its lengths")
-    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="where models are kept")
-    parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results; with --quick, --work)")
-    parser.add_argument("--quick", action="store_true", help="a small model and few requests: whether it runs")
+    parser.add_argument("--reservations", type=int, default=2, help="sequences of full length that the KV memory holds")
+    parser.add_argument("--quantize", default="w8a8", help="quantization scheme of the rungs with 8-bit weights")
+    parser.add_argument("--trace", type=Path, help="a conversation trace, for the KV memory use at its lengths")
+    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="folder where models are kept")
+    parser.add_argument("--out", type=Path, help="folder for the results (benchmarks/results; with --quick, --work)")
+    parser.add_argument("--quick", action="store_true", help="try it out with a small model and few requests")
     options = parser.parse_args()
     if min(options.turns, options.requests, options.reservations) < 1:
         parser.error("expected at least one turn, one request and one reservation")

@@ -1,4 +1,4 @@
-"""The tables and the picture of the ladder."""
+"""The tables and the plot of the results of ladder.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tables import COLORS, PALE, Grid, picture
 
 
 def tables(result: dict[str, Any]) -> list[Grid]:
-    """The rungs; and how much of the KV memory is held for nothing."""
+    """Return a table of the rungs, and a table of the KV memory that is held but not used."""
     grid = [
         ["", "at once", "steps", "tokens computed", "output tokens/s", "to the rung before", "expected", "to the first"]
     ]
@@ -27,7 +27,10 @@ def tables(result: dict[str, Any]) -> list[Grid]:
 
 
 def _memory(result: dict[str, Any]) -> list[tuple[str, float, float, int, float, float]]:
-    """Of the burst, by paging in the same memory, and of the trace: name, mean lengths, full length, shares."""
+    """Return rows of KV memory use for the burst (with paging) and the trace.
+
+    A row is: name, mean prompt and answer length, full length, unused share in blocks, unused share if reserved.
+    """
     paged = next(row for row in result["rungs"] if row["name"] == "+ paging")
     found = [("this burst", result["workload"], result["max_model_len"], paged)]
     if "trace" in result:
@@ -39,7 +42,7 @@ def _memory(result: dict[str, Any]) -> list[tuple[str, float, float, int, float,
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars of speed, and of the KV memory."""
+    """Draw bars of the speed of each rung, and of the use of the KV memory."""
     work = result["workload"]
     title = (
         f"{work['requests']} requests at once, {work['mean_prompt']:.0f} + {work['mean_output']:.0f} tokens on average:"

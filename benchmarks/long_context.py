@@ -1,16 +1,18 @@
-"""A prompt of 200,000 tokens: its memory beside the formula, its time to the first token, and the next turn's.
+"""Measure a prompt of 200,000 tokens: its memory beside a formula, its time to first token, and the next turn's.
 
     python benchmarks/long_context.py [--tokens 200000] [--turns 5] [--work DIR] [--out FOLDER]
 
-A random Llama with 4 layers, 4 heads and 2 KV heads of 64: small, since attention to all that came before grows with
-the square of the prompt, and large enough to have 2 KB of K and V a token. One process loads the artifact, computes the
-prompt in chunks and answers with a few tokens; then comes the second turn, as many times as asked for: the same prompt
-and answer with some new tokens, which the prefix cache leaves to compute. The first turn runs once.
+The model is a Llama with random weights, 4 layers, 4 heads and 2 KV heads of 64. It is small, because the cost of
+attention grows with the square of the prompt, but large enough to have 2 KB of K and V per token. One process loads the
+artifact, computes the prompt in chunks and answers with a few tokens. Then comes the second turn, --turns times: the
+same prompt and answer with some new tokens, which are all that the prefix cache leaves to compute. The first turn runs
+once.
 
-Resident memory is read after every step. The formula is what the process had with the prompt and without an engine, the
-weights, the arena (by the artifact's own formula) and K and V: nothing else may grow with the prompt. Limits: of the
-prompt, its operations at the processor's peak; of the second turn, its share of them; of a decode step, its bytes at
-the memory's bandwidth. Writes long_context.json and long_context.png into the folder, prints the tables.
+Resident memory is read after every step. The formula sums the memory of the process with the prompt but without an
+engine, the weights, the arena (by the artifact's own formula), and K and V; nothing else may grow with the prompt.
+Limits: for the prompt, its operations at the processor's peak; for the second turn, its share of these; for a decode
+step, its bytes at memory bandwidth. The files long_context.json and long_context.png go into the folder --out, and the
+tables are printed.
 """
 
 from __future__ import annotations
@@ -38,25 +40,25 @@ from inferc.runtime.measure.bench import model_cost
 from inferc.runtime.step.sampling_params import SamplingParams
 
 SIZES = (256, 768, 4, 4, 2)  # hidden, intermediate, layers, heads, KV heads
-ANSWER, NEW_TOKENS = 16, 32  # of the first turn, and of the second's prompt
+ANSWER, NEW_TOKENS = 16, 32  # tokens of the first turn's answer, and new tokens of the second turn's prompt
 TOKEN_BUDGET = 512
 
 
 def resident(name: str = "VmRSS") -> int:
-    """Bytes of this process that are in memory; VmHWM: the most there were."""
+    """Return the resident bytes of this process (VmRSS), or their peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 
 
 def operations(start: int, count: int, sizes: tuple[int, int, int, int, int] = SIZES) -> float:
-    """Additions and multiplications for the tokens [start, start + count): products, and attention to all before."""
+    """Return the operations for tokens [start, start + count): matrix products, and attention to all tokens before."""
     hidden, intermediate, layers, heads, kv_heads = sizes
     weights = 2 * hidden * hidden + 2 * hidden * kv_heads * (hidden // heads) + 3 * hidden * intermediate
     return layers * count * (2.0 * weights + 4.0 * hidden * (start + count / 2))
 
 
 def first_turn(engine: Engine, prompt: list[int]) -> dict[str, Any]:
-    """The prompt and an answer to it; by step: tokens computed so far, seconds, resident bytes."""
+    """Run the prompt and its answer; record for each step the tokens computed so far, seconds and resident bytes."""
     engine.add_request("first", prompt, SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True))
     answer: list[int] = []
     times, steps, computed = [], [], 0
@@ -80,7 +82,7 @@ def first_turn(engine: Engine, prompt: list[int]) -> dict[str, Any]:
 
 
 def second_turn(engine: Engine, history: list[int], seed: int) -> tuple[float, int]:
-    """Seconds to the first token of a turn that goes on with `history`, and how many tokens the cache had."""
+    """Run a turn that continues `history`; return the seconds to its first token and the number of cached tokens."""
     new = np.random.default_rng(1 + seed).integers(10, engine.model.vocab_size, NEW_TOKENS).tolist()
     before, begun = engine.stats().cached_tokens, time.perf_counter()
     engine.add_request("second", [*history, *new], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
@@ -91,7 +93,7 @@ def second_turn(engine: Engine, history: list[int], seed: int) -> tuple[float, i
 
 
 def measure(path: Path, num_tokens: int, turns: int) -> dict[str, Any]:
-    """Both turns in this process, which should have loaded nothing else."""
+    """Measure both turns in this process, which should have loaded nothing else."""
     artifact = load_artifact(path)
     vocab_size = int(artifact.model["vocab_size"])
     prompt = np.random.default_rng(0).integers(10, vocab_size, num_tokens).tolist()
@@ -127,7 +129,7 @@ def measure(path: Path, num_tokens: int, turns: int) -> dict[str, Any]:
 
 
 def limits(result: dict[str, Any], read: float) -> dict[str, float]:
-    """Seconds at least: of both turns by their operations (where the clock is known), of a decode step by its bytes."""
+    """Return lower bounds in seconds: both turns by operations (if the clock is known), a decode step by bytes."""
     count, left = result["tokens"], ANSWER + NEW_TOKENS
     flops = peak_flops(result["threads"], "bfloat16", cpuinfo())
     own = [operations(*span) for span in ((0, count), (count, left))]
@@ -188,10 +190,10 @@ def in_own_process(path: Path, num_tokens: int, turns: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=200_000, help="of the prompt")
-    parser.add_argument("--turns", type=int, default=5, help="second turns")
-    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="where models are kept")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
+    parser.add_argument("--tokens", type=int, default=200_000, help="length of the prompt")
+    parser.add_argument("--turns", type=int, default=5, help="number of second turns")
+    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="folder where models are kept")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the results")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if min(options.tokens, options.turns) < 1:
@@ -199,7 +201,7 @@ def main() -> None:
     if options.worker is not None:
         print(json.dumps(measure(options.worker, options.tokens, options.turns)))
         return
-    from own_model import Llama  # which brings torch, and its memory
+    from own_model import Llama  # imported late, because it loads torch, which takes memory
 
     for folder in (options.work, options.out):
         folder.mkdir(parents=True, exist_ok=True)

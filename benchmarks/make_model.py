@@ -4,14 +4,13 @@
     python benchmarks/make_model.py qwen3-0.6b out/qwen3-0.6b
     python benchmarks/make_model.py llama-3.1-8b out/two-layers --layers 2
 
-Speed and memory depend on shapes, not on what the weights say, so benchmarks need no download.
-Configs carry the values of the published checkpoints. Weights are normal with standard deviation
-0.02, divided by sqrt(2 * layers) where they write to the residual stream, and norms vary around 1
-so that a misplaced one changes the output. They are written one tensor at a time: the largest
-model needs a few hundred MB of memory. The tokenizer is the 4096-token one of
-examples/models/tiny-llama, and the special token ids are its own; the vocabulary size stays real,
-so a random model also produces ids that decode to nothing. With --sparse every weight is 0 and no disk
-is used: for what does not depend on the numbers, as the cost of a compile.
+Speed and memory depend on shapes, not on the values of the weights, so benchmarks need no download. Configs have the
+values of the published checkpoints. Weights are normal with standard deviation 0.02, divided by sqrt(2 * layers) where
+they write to the residual stream; norm weights vary around 1, so that a misplaced norm changes the output. Tensors are
+written one at a time: the largest model needs a few hundred MB of memory. The tokenizer and its special token ids are
+those of examples/models/tiny-llama, with 4096 tokens; the vocabulary size is the real one, so a random model also
+produces ids that decode to nothing. With --sparse every weight is 0 and no disk is used, for benchmarks that do not
+depend on the values, such as the cost of a compile.
 """
 
 import hashlib
@@ -33,7 +32,8 @@ TOKENIZER = Path(__file__).resolve().parents[1] / "examples" / "models" / "tiny-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 DTYPES = {"bfloat16": (torch.bfloat16, "BF16"), "float16": (torch.float16, "F16"), "float32": (torch.float32, "F32")}
 MAX_SHARD_BYTES = 2_000_000_000
-CHUNK_ELEMENTS = 1 << 24  # drawn at once, so that an embedding of 500 M elements needs no 2 GB buffer
+# Number of elements drawn at once, so that an embedding of 500 M elements needs no buffer of 2 GB.
+CHUNK_ELEMENTS = 1 << 24
 STD = 0.02
 
 Config = dict[str, Any]
@@ -119,7 +119,7 @@ def qwen(*shape: int, **rest: Any) -> Config:
 def qwen2(*shape: int, **rest: Any) -> Config:
     common: Config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768}
     config = qwen(*shape, **(common | rest))
-    del config["attention_bias"]  # q, k and v always have one in this family
+    del config["attention_bias"]  # Q, K and V always have a bias in this family
     return config
 
 
@@ -176,7 +176,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of a checkpoint; `mean` and `std` of its elements."""
+    """A tensor of a checkpoint, with the mean and standard deviation of its elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -189,7 +189,7 @@ class Weight:
 
 
 def weights_of(config: Config) -> Iterator[Weight]:
-    """Every tensor of the checkpoint, named as published checkpoints name them."""
+    """Yield every tensor of the checkpoint, with the names of published checkpoints."""
     hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     yield Weight("model.embed_tokens.weight", (vocab, hidden))
     for layer in range(layers):
@@ -244,7 +244,7 @@ def feed_forward_weights(prefix: str, config: Config) -> Iterator[Weight]:
 
 
 def split_shards(weights: list[Weight], element_size: int) -> list[list[Weight]]:
-    """Consecutive groups of at most MAX_SHARD_BYTES; a larger tensor gets a shard of its own."""
+    """Split weights into consecutive shards of at most MAX_SHARD_BYTES; a larger tensor gets its own shard."""
     shards: list[list[Weight]] = [[]]
     num_bytes = 0
     for weight in weights:
@@ -258,9 +258,9 @@ def split_shards(weights: list[Weight], element_size: int) -> list[list[Weight]]
 
 
 def write_weight(file: BinaryIO, weight: Weight, dtype: torch.dtype, seed: int) -> Iterator[int]:
-    """Draw and write one tensor in chunks; yields the bytes written by each.
+    """Draw and write one tensor in chunks, and yield the bytes written by each.
 
-    The seed is mixed with the name, so a tensor is the same whatever else is written.
+    The seed is mixed with the name, so that a tensor is the same whatever else is written.
     """
     digest = hashlib.sha256(f"{seed}:{weight.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -271,7 +271,10 @@ def write_weight(file: BinaryIO, weight: Weight, dtype: torch.dtype, seed: int) 
 
 
 def write_shard(path: Path, weights: list[Weight], dtype_name: str, seed: int | None) -> Iterator[int]:
-    """A safetensors file: header size (u64), a JSON header padded to 8 bytes, then the data; a hole without a seed."""
+    """Write a safetensors file: header size (u64), a JSON header padded to 8 bytes, then the data.
+
+    Without a seed the data is a hole in a sparse file.
+    """
     dtype, code = DTYPES[dtype_name]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -321,7 +324,7 @@ def write_configs(folder: Path, config: Config, dtype_name: str) -> None:
 
 
 def make_model(shape: str, out: Path, layers: int | None, seed: int | None, dtype_name: str, console: Console) -> None:
-    """Write the folder under a temporary name next to `out`, then rename it. Without a seed the weights are holes."""
+    """Write the folder under a temporary name next to `out`, then rename it; without a seed the weights are holes."""
     config = SHAPES[shape].config | ({} if layers is None else {"num_hidden_layers": layers})
     weights = list(weights_of(config))
     total = sum(weight.num_elements for weight in weights) * DTYPES[dtype_name][0].itemsize
@@ -364,7 +367,7 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-# \b keeps the help from joining the lines of commands.
+# The mark \b keeps the help formatter from joining the lines of commands.
 HELP = (__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

@@ -1,4 +1,4 @@
-"""What a stored measurement says of itself: when, of which commit, where, with what, and by which command."""
+"""The facts that every stored measurement carries: date, commit, machine, versions and command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,13 +19,16 @@ from inferc.cost.machine import cpu_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "numpy", "triton")
-CHANGES = ("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")  # but what was measured before
+CHANGES = ("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")  # changes of stored results do not count
 
 
 def circumstances() -> dict[str, Any]:
-    """Of this process: date (UTC), commit ("+changes" where the tree is not clean), CPU, cores, versions, command."""
+    """Return the facts of this process: date (UTC), commit, CPU, cores, versions and command.
+
+    The commit ends in "+changes" if the tree is not clean.
+    """
     return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
         "cpu": cpu_model(),
         "cores": available_cores(),
@@ -38,7 +41,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checked-out commit, short; empty outside a repository."""
+    """Return the short hash of the checked-out commit; empty outside a repository."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], check=True, capture_output=True, text=True, cwd=ROOT)
@@ -51,14 +54,14 @@ def commit() -> str:
 
 
 def report(result: dict[str, Any], out: Path | None) -> None:
-    """Print `result` as a line of JSON, and save it to the file `out`, where one is given."""
+    """Print `result` as a line of JSON, and save it to the file `out` if one is given."""
     print(json.dumps(result))
     if out is not None:
         save(result, out)
 
 
 def save(result: dict[str, Any], out: Path) -> None:
-    """Write `result` with its circumstances to the JSON file `out`."""
+    """Write `result`, with the facts of this process, to the JSON file `out`."""
     partial = out.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps({**circumstances(), **result}, indent=1) + "\n", encoding="utf-8")
     partial.replace(out)

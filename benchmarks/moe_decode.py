@@ -1,14 +1,15 @@
-"""What decoding a mixture of experts costs, as the number of experts grows and the number chosen stays.
+"""Measure the cost of decoding a mixture of experts as the number of experts grows and top-k stays the same.
 
     python benchmarks/moe_decode.py [--experts 8 16 32 64 128] [--formats bfloat16 w8a8 ...] [--out FILE.json]
 
-A step must read the experts that its tokens chose and no others, so at a fixed top-k its time must not grow with the
-number of experts. For each number, a random-weight model of Qwen3-MoE's kind is made and compiled to each format (once,
-under --work: 5 GB each of models and artifacts in all), with so many layers that even top-k experts of each lie beyond
-the caches. Then each is loaded and timed in turn, `--repeats` times, and the medians stand beside
+A step must read only the experts that its tokens chose, so at a fixed top-k its time must not grow with the number of
+experts. For each number, a model like Qwen3-MoE with random weights is made and compiled to each format (once, under
+--work: 5 GB of models and 5 GB of artifacts in all), with so many layers that even the top-k experts of all layers do
+not fit in the CPU caches. Then each is loaded and timed in turn, `--repeats` times. The medians are shown beside
 
-- `predicted_mb`: what the program's cost model says a step reads and writes (for --batch 1 exactly top-k experts),
-- `counted_mb`: the same with the experts that the routers really chose, seen in a run that is not timed,
+- `predicted_mb`: the bytes that a step reads and writes by the program's cost model (for --batch 1 exactly top-k
+  experts),
+- `counted_mb`: the same bytes with the experts that the routers really chose, counted in a run that is not timed,
 - the memory's read bandwidth, measured before every turn of the same run; targets.toml asks for a share of it.
 """
 
@@ -18,6 +19,7 @@ import argparse
 import json
 import statistics
 import time
+import tomllib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,6 @@ from typing import Any
 
 import make_model
 import numpy as np
-import tomllib
 from measured import ROOT, report
 from own_model import compiled
 
@@ -37,20 +38,22 @@ from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.measure.expert_loads import routed_values
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.runtime.step.sampling_params import SamplingParams
 
-VOCABULARY = 4096  # of the tokenizer: the head must not hide the experts
+VOCABULARY = 4096  # vocabulary of the tokenizer; small, so that the LM head does not hide the cost of the experts
 HEAD_DIM = 64
 FORMATS = ("bfloat16", "int8", "w8a8", "int4")
 INPUT_LEN = 32
-WARM_LEN = 512  # tokens that, all together, choose nearly every expert: its pages are mapped before time counts
+# Number of warm-up tokens. Together they choose nearly every expert, so that all pages are mapped before the
+# measurement.
+WARM_LEN = 512
 
 
 @dataclass(frozen=True)
 class Shape:
     hidden: int
-    expert: int  # its intermediate size
+    expert: int  # intermediate size of an expert
     layers: int
     top_k: int
 
@@ -69,12 +72,12 @@ class Shape:
 
 
 def prepare(shape: Shape, num_experts: int, format: str, work: Path) -> Path:
-    """The artifact; made where it is not there, as is the model."""
+    """Return the artifact, and make it and its model if they do not exist."""
     return compiled(shape.name(num_experts), shape.config(num_experts), format, work, 1024)
 
 
 class Routing:
-    """Counts the experts that are chosen, by layer and step; a step in flight as it begins or ends may be left out."""
+    """A counter of the chosen experts, by layer and step; it may miss a step that is in flight as it starts or ends."""
 
     def __init__(self, artifact: Artifact) -> None:
         self.names = routed_values(artifact)
@@ -85,26 +88,26 @@ class Routing:
             self.counts[layer].append(len(np.unique(rows)))
 
     def per_step(self) -> float:
-        """Distinct experts a step, over all layers."""
+        """Return the mean number of distinct experts per step, summed over all layers."""
         return float(sum(statistics.mean(counts) for counts in self.counts.values()))
 
 
 def decode(engine: Engine, prompt_len: int, steps: int, batch: int, routing: Routing | None = None) -> float:
-    """Seconds a step, of `steps` decode steps of `batch` sequences."""
+    """Return the seconds per step of `steps` decode steps with `batch` sequences."""
     source = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=steps + 2, ignore_eos=True)
     for index in range(batch):
         engine.add_request(str(index), source.integers(5, VOCABULARY, prompt_len).tolist(), params)
     waiting = set(map(str, range(batch)))
-    while waiting:  # until all have had their first token
+    while waiting:  # until all sequences have their first token
         waiting -= {output.request_id for output in engine.step()}
-    if routing is not None and isinstance(engine.runner, ModelRunner):
+    if routing is not None and isinstance(engine.runner, CpuRunner):
         engine.runner.set_observer(routing.observe)
     start = time.perf_counter()
     for _ in range(steps):
         engine.step()
     seconds = (time.perf_counter() - start) / steps
-    if routing is not None and isinstance(engine.runner, ModelRunner):
+    if routing is not None and isinstance(engine.runner, CpuRunner):
         engine.runner.set_observer(None)
     while engine.has_work:
         engine.step()
@@ -123,7 +126,7 @@ def run_once(artifact: Path, steps: int, batch: int, routing: Routing | None = N
 
 
 def bytes_of_step(artifact: Artifact, context: int, batch: int, experts_touched: float) -> tuple[float, float]:
-    """What a decode step moves: by the cost model, and with the experts that were really chosen."""
+    """Return the bytes that a decode step moves: by the cost model, and with the experts that were really chosen."""
     costs = CostLog.from_json(json.loads((artifact.path / COSTS).read_text()))
     step = Step.decode(batch, context)
     total = experts = 0.0
@@ -143,7 +146,7 @@ def bytes_of_step(artifact: Artifact, context: int, batch: int, experts_touched:
 def row_of(
     count: int, format: str, path: Path, times: list[float], read: float, steps: int, batch: int
 ) -> dict[str, Any]:
-    """A row of the result; runs once more, untimed, to see which experts are chosen."""
+    """Return a row of the result, after one more untimed run that counts the chosen experts."""
     artifact = load_artifact(path)
     routing = Routing(artifact)
     run_once(path, steps, batch, routing)
@@ -171,10 +174,10 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--expert-size", type=int, default=768, help="intermediate size of an expert")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=1, help="sequences that decode at once")
-    parser.add_argument("--steps", type=int, default=64, help="decode steps of a turn")
-    parser.add_argument("--repeats", type=int, default=5, help="turns")
-    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="folder of models and artifacts")
+    parser.add_argument("--batch", type=int, default=1, help="number of sequences that decode at once")
+    parser.add_argument("--steps", type=int, default=64, help="number of decode steps of a turn")
+    parser.add_argument("--repeats", type=int, default=5, help="number of turns")
+    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="folder for models and artifacts")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
     shape = Shape(options.hidden, options.expert_size, options.layers, options.top_k)

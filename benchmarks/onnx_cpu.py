@@ -1,11 +1,12 @@
-"""ONNX artifacts on the CPU beside onnxruntime-genai and beside the cpu target, in turn in one run.
+"""Compare ONNX artifacts on the CPU with onnxruntime-genai and with the cpu target, in turn in one run.
 
     python benchmarks/onnx_cpu.py [--shape qwen3-0.6b] [--turns 3] [--formats float32 int4] [--out FILE]
 
-One random model: by inferc's engine and onnxruntime (`--target onnx`, and `onnx:standard` without its own ops), by inferc's
-compiled C++ (`--target cpu`), and by onnxruntime-genai with its own builder and loop (`make peers` makes its environment).
-Every engine runs in a process of its own, one after the other; medians count, as ratios to onnxruntime-genai. The memory's
-read bandwidth is measured before and after each. int4: groups of 32, rows rounded by the kernels; genai's embedding stays float.
+One model with random weights is run by inferc's engine with onnxruntime (`--target onnx`, and `onnx:standard` without
+onnxruntime's own ops), by inferc's compiled C++ (`--target cpu`), and by onnxruntime-genai with its own builder and
+loop (`make peers` makes its environment). Every engine runs in its own process, one after the other; medians count, as
+ratios to onnxruntime-genai. The memory's read bandwidth is measured before and after each. int4 means groups of 32,
+with activations rounded by the kernels; the embedding of onnxruntime-genai stays float.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from rich.progress import track
 from inferc.config import available_cores
 from inferc.cost.machine import measure_read
 
-CASES = {"decode": (1, 128, 32), "prefill": (1, 512, 2), "output": (8, 64, 32)}  # by the worker's number that counts
+# The cases as (requests, input_len, output_len), by the name of the worker's number that counts.
+CASES = {"decode": (1, 128, 32), "prefill": (1, 512, 2), "output": (8, 64, 32)}
 GENAI = "onnxruntime-genai"
 GENAI_FORMATS = {"float32": "fp32", "int4": "int4"}
 
 
 @dataclass
 class Entry:
-    """One engine in one format, and what was measured: tokens a second of each case, turn by turn."""
+    """An engine in one format with its measurements: tokens per second of each case, turn by turn."""
 
     name: str
     format: str
@@ -50,9 +52,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--formats", nargs="+", choices=tuple(GENAI_FORMATS), default=list(GENAI_FORMATS))
-    parser.add_argument("--targets", nargs="+", default=["onnx", "onnx:standard", "cpu"], help="of inferc's artifacts")
+    parser.add_argument(
+        "--targets", nargs="+", default=["onnx", "onnx:standard", "cpu"], help="targets of inferc's artifacts"
+    )
     parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--work", type=Path, default=ROOT / "out" / "bench", help="where models are kept")
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / "bench", help="folder where models are kept")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "onnx-cpu.json")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -71,7 +75,7 @@ def main() -> None:
 
 
 def entries_of(format: str, options: argparse.Namespace) -> list[Entry]:
-    """The engines in one format, with their models made."""
+    """Make the models of all engines in one format, and return the engines."""
     peer = peers()["onnxruntime"]
     genai = prepared(options.shape, "onnxruntime", GENAI_FORMATS[format], peer, options.work)
     ours = [
@@ -82,7 +86,7 @@ def entries_of(format: str, options: argparse.Namespace) -> list[Entry]:
 
 
 def compiled(work: Path, shape: str, target: str, format: str) -> Path:
-    """An artifact, made once."""
+    """Return an artifact, and compile it if it does not exist."""
     out = work / f"{shape}-{target.replace(':', '-')}-{format}"
     if not out.exists():
         partial = fresh(out.with_name(out.name + ".partial"))

@@ -1,10 +1,11 @@
-"""onnxruntime's own ops beside what the standard has, one op a model, in turn: why `--target onnx` uses which.
+"""Compare onnxruntime's own ops with standard ONNX ops, one op per model, to choose the ops of `--target onnx`.
 
     python benchmarks/onnx_ops.py [--turns 7] [--threads N] [--out FILE]
 
-Products [rows, 2048] by [2048, 2048] by weights in float32, int8 and four bits, at both accuracy levels of MatMulNBits (4 lets it
-round rows to int8); attention of 16 heads over 4 KV heads of 64, float32, over a cache whose rows have room for `capacity`
-tokens and hold `filled`. Medians; the memory's read bandwidth is measured before and after.
+The products are [rows, 2048] by [2048, 2048] with weights in float32, int8 and four bits, at both accuracy levels of
+MatMulNBits (level 4 lets it round rows to int8). Attention has 16 heads over 4 KV heads of 64 in float32, over a cache
+whose rows have room for `capacity` tokens and hold `filled`. The variants run in turn and medians count; the memory's
+read bandwidth is measured before and after.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ def session(nodes: list[Any], weights: dict[str, Array], inputs: list[Any], outp
     how.intra_op_num_threads, how.log_severity_level = threads, 3
     how.add_session_config_entry(
         "session.intra_op.allow_spinning", "0"
-    )  # the threads of the others would take the cores
+    )  # spinning threads of the other sessions would take the cores
     return onnxruntime.InferenceSession(model.SerializeToString(), how, providers=["CPUExecutionProvider"])
 
 
 def medians(runs: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
-    """Milliseconds of each, run in turn; the first turn warms up."""
+    """Run the functions in turn and return the median milliseconds of each; the first turn warms up."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(turns + 1):
         for name, run in runs.items():
@@ -158,7 +159,11 @@ def standard_attention(threads: int) -> Any:
         helper.make_node("TensorScatter", ["k_cache", "k", "starts"], ["k_out"], axis=2, mode="linear"),
         helper.make_node("TensorScatter", ["v_cache", "v", "starts"], ["v_out"], axis=2, mode="linear"),
         helper.make_node(
-            *("Attention", ["q", "k_out", "v_out", "", "", "", "lengths"], ["y"]), is_causal=1, scale=HEAD_DIM**-0.5
+            "Attention",
+            ["q", "k_out", "v_out", "", "", "", "lengths"],
+            ["y"],
+            is_causal=1,
+            scale=HEAD_DIM**-0.5,
         ),
     ]
     inputs = [_float("q", ["b", HEADS, "t", HEAD_DIM])]
@@ -178,7 +183,7 @@ def _caches(end: str = "cache") -> list[Any]:
 
 
 def attention_inputs(num_seqs: int, num_new: int, capacity: int, filled: int) -> dict[str, dict[str, Array]]:
-    """The same numbers as either form takes them; sequences differ in length by a few tokens."""
+    """Return the same random inputs in the form of each variant; sequences differ in length by a few tokens."""
     rng = np.random.default_rng(0)
     starts = np.maximum(filled - 7 * np.arange(num_seqs), 0)
     lengths = starts + num_new
@@ -203,7 +208,7 @@ def attention_inputs(num_seqs: int, num_new: int, capacity: int, filled: int) ->
 
 
 def bound(session: Any, inputs: dict[str, Array], caches: dict[str, Array]) -> Callable[[], object]:
-    """A run with the caches in place."""
+    """Return a function that runs a session with its caches updated in place."""
     binding = session.io_binding()
     result = np.empty_like(inputs["q"])
     outputs = {"y": result, **{name.replace("cache", "out"): array for name, array in caches.items()}}

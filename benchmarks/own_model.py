@@ -1,4 +1,4 @@
-"""A random model of sizes that no published checkpoint has, compiled: where a benchmark's question needs its own."""
+"""Compiled models with random weights in sizes that no published checkpoint has, for benchmarks that need them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import make_model
 from cpu import fresh, prepared
 
-VOCAB_SIZE = 4096  # of the tokenizer: the head must not hide the layers
+VOCAB_SIZE = 4096  # vocabulary of the tokenizer; small, so that the LM head does not hide the cost of the layers
 
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes of a Llama; embedding and head are one."""
+    """The sizes of a Llama with tied embedding and LM head."""
 
     hidden: int
     intermediate: int
@@ -37,17 +37,20 @@ class Llama:
         return make_model.llama(*sizes, vocab_size=VOCAB_SIZE, mlp_bias=False, **rest)
 
     def compiled(self, format: str, work: Path, max_model_len: int) -> Path:
-        """The artifact of random weights; made where it is not there."""
+        """Return the artifact with random weights, and make it if it does not exist."""
         return compiled(f"{self.name}-{max_model_len}", self.config, format, work, max_model_len)
 
     def facts(self, max_model_len: int) -> dict[str, Any]:
-        """What a result says of its model."""
+        """Return the facts about the model for a result file."""
         count = sum(weight.num_elements for weight in make_model.weights_of(self.config))
         return {"model": self.name, "parameters": count, "max_model_len": max_model_len}
 
 
 def compiled(name: str, config: make_model.Config, format: str, work: Path, max_model_len: int) -> Path:
-    """The artifact of a random model; made where it is not there, as is the model. A name stands for one config."""
+    """Return the artifact of a model with random weights, and make it and the model if they do not exist.
+
+    A name must always stand for the same config.
+    """
     work = work.resolve()
     model = work / name
     if not model.exists():

@@ -1,15 +1,16 @@
-"""What each scheduling policy is for: simulated over two workloads, in which each should win its own column.
+"""Simulate each scheduling policy over two workloads; each policy should win the column it is made for.
 
 python benchmarks/policies.py [--trace FILE] [--cost FILE] [--out FILE.json] [--plot FILE.png]
 
-`mixed`: three kinds of requests, told apart by how their prompts begin: 60 % chat turns with short answers, 15 % summaries (long
-prompts, short answers) and 25 % essays (short prompts, long answers), by Poisson. `conversation`: the Mooncake trace given by
---trace, lengths and times divided by 8, with a cache for a twentieth of its prompts' blocks. Both at --load times what the engine
-can do, with 16 sequences at once.
+`mixed`: three kinds of requests, distinguished by the beginning of their prompts: 60 % chat turns with short answers,
+15 % summaries (long prompts, short answers) and 25 % essays (short prompts, long answers), with Poisson arrivals.
+`conversation`: the Mooncake trace given by --trace, lengths and times divided by 8, with a KV cache for a twentieth of
+the blocks of its prompts. Both run at --load times the capacity of the engine, with 16 concurrent sequences.
 
-Goodput counts who got the first token within three times what the longest prompt takes alone, and the others within --tbt-ms of one
-another on average. A job is short if its prompt and its answer are below the median. Capacity is what first come, first served completes when all
-requests are there at once. The table is about time: fairness between clients and priorities have tests.
+Goodput counts requests whose first token came within three times what the longest prompt takes alone, and whose mean
+time between tokens is within --tbt-ms. A job is short if its prompt and its answer are below the median. Capacity is
+the rate at which first come, first served completes requests that all arrive at once. The table is only about time:
+fairness between clients and priorities are covered by tests.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from inferc.runtime.step.cost import StepWork
 
 POLICIES = ("fcfs", "sjf", "mlq", "lpm", "slo", "static", "window:500ms")
 BLOCK_TOKENS, NUM_SEQS = 16, 16
-KINDS = {  # share of requests, and the means of prompt and answer in tokens
+KINDS = {  # (share of requests, mean prompt tokens, mean answer tokens)
     "chat": (0.60, 120, 25),
     "summary": (0.15, 600, 40),
     "essay": (0.25, 60, 400),
@@ -40,7 +41,7 @@ KINDS = {  # share of requests, and the means of prompt and answer in tokens
 
 
 def mixed(count: int, seed: int = 0) -> Trace:
-    """Requests that come at one a second; `faster` makes it the load that is wanted."""
+    """Return a trace of requests that arrive at one per second on average; `Trace.faster` scales it to another load."""
     rng = np.random.default_rng(seed)
     names = list(KINDS)
     requests, at = [], 0.0
@@ -59,7 +60,11 @@ def config_of(prices: CostFile, trace: Trace, policy: str, kv_tokens: int | None
     longest = max(each.prompt_len for each in trace.requests) + trace.longest_output
     num_blocks = prices.num_blocks if kv_tokens is None else 1 + -(-max(kv_tokens, longest) // prices.block_size)
     return SchedulerConfig(
-        *(NUM_SEQS, prices.max_num_batched_tokens, longest + 1, (num_blocks,), prices.block_size),
+        NUM_SEQS,
+        prices.max_num_batched_tokens,
+        longest + 1,
+        (num_blocks,),
+        prices.block_size,
         (CacheGroup(prices.kv_bytes_per_token),),
         prefix_cache=True,
         policy=policy,
@@ -74,14 +79,14 @@ def run(
 
 
 def capacity(prices: CostFile, trace: Trace, kv_tokens: int | None) -> float:
-    """Requests a second that first come, first served completes when all are there at once."""
+    """Return the requests per second that first come, first served completes when all arrive at once."""
     burst = tuple(dataclasses.replace(each, arrival=0.0) for each in trace.requests)
     played = run(prices, dataclasses.replace(trace, requests=burst), "fcfs", kv_tokens, (None, None))
     return len(trace.requests) / played.seconds
 
 
 def ttft_objective(prices: CostFile, trace: Trace) -> float:
-    """Milliseconds: as long as the longest prompt takes, three times over."""
+    """Return the TTFT objective in milliseconds: three times the prefill time of the longest prompt."""
     work = max(each.prompt_len for each in trace.requests) * prices.prices["tokens"]
     return round(3000 * work, -2)
 
@@ -89,7 +94,7 @@ def ttft_objective(prices: CostFile, trace: Trace) -> float:
 def workload(
     prices: CostFile, name: str, trace: Trace, kv_tokens: int | None, load: float, tbt_ms: float
 ) -> tuple[dict[str, Any], dict[str, Playback]]:
-    """All policies on one trace, at `load` times the capacity."""
+    """Simulate all policies on one trace, at `load` times the capacity."""
     requests_per_s = load * capacity(prices, trace, kv_tokens)
     trace = trace.faster(requests_per_s * trace.seconds / len(trace.requests))
     asked = (ttft_objective(prices, trace), tbt_ms)
@@ -116,7 +121,7 @@ def workload(
 
 
 def short_latency_p99(played: Playback, trace: Trace) -> float:
-    """Milliseconds, of those whose prompt and answer are both below the trace's medians."""
+    """Return the P99 latency in milliseconds of requests with prompt and answer both below the trace's medians."""
     names = ("prompt_len", "output_len")
     prompt, output = (float(np.median([getattr(each, name) for each in trace.requests])) for name in names)
     short = [
@@ -128,7 +133,7 @@ def short_latency_p99(played: Playback, trace: Trace) -> float:
 
 
 def objectives(prices: CostFile, count: int) -> dict[str, Any]:
-    """Goodput over `mixed` at some loads and times between tokens, which are multiples of what a full step takes."""
+    """Simulate goodput on `mixed` at several loads and TBT objectives, which are multiples of a full step's time."""
     trace = mixed(count)
     length = np.mean([each.prompt_len + each.output_len / 2 for each in trace.requests])
     step_ms = 1000 * prices.cost.seconds(StepWork(NUM_SEQS, NUM_SEQS, NUM_SEQS * float(length)))
@@ -144,20 +149,21 @@ def objectives(prices: CostFile, count: int) -> dict[str, Any]:
                 row[policy] = {"goodput": summary.goodput, "refused": summary.refused}
             rows.append(row)
             print(
-                f"  load {load}, tokens {steps} steps apart: mlq {row['mlq']['goodput']:.1%}, slo {row['slo']['goodput']:.1%}"
+                f"  load {load}, tokens {steps} steps apart: mlq {row['mlq']['goodput']:.1%}, slo"
+                f" {row['slo']['goodput']:.1%}"
             )
     return {"step_ms": step_ms, "ttft_ms": ttft_ms, "requests_per_s": most, "rows": rows}
 
 
 def preemptions(prices: CostFile) -> list[dict[str, Any]]:
-    """First come, first served in little memory: who is let in by what fits now, or by what is foreseen."""
+    """Simulate first come, first served in little KV memory, with admission by current use or by predicted use."""
     trace, rows = mixed(1500).faster(2.0), []
     for kv_tokens in (4000, 6000, 12000):
         for overcommit in (True, False):
             config = config_of(prices, trace, "fcfs", kv_tokens)
             config = dataclasses.replace(config, overcommit=overcommit, max_num_seqs=64)
             played = play([Replica.simulated(config, prices.vocab_size, prices.cost)], trace)
-            usage = played.samples[100:-1, 3]  # full by then
+            usage = played.samples[100:-1, 3]  # the KV cache is full by then
             row = {
                 "kv_tokens": kv_tokens,
                 "overcommit": overcommit,
@@ -179,7 +185,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=1.2)
     parser.add_argument("--tbt-ms", type=float, default=300.0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", type=Path, help="of the first workload")
+    parser.add_argument("--plot", type=Path, help="write a plot of the first workload to this file")
     options = parser.parse_args()
     prices = read_cost(options.cost)
     traces: list[tuple[str, Trace, int | None]] = [("mixed", mixed(options.requests), None)]

@@ -1,10 +1,10 @@
-"""What the prefix cache saves where prompts begin alike, and what it costs where none does.
+"""Measure what the prefix cache saves for prompts with a common prefix, and what it costs for prompts without one.
 
 python benchmarks/prefix_cache.py [--shape qwen3-0.6b] [--quantize int8] [--tokens 1024] [--repeats 5] [--out FILE]
 
-Time to first token of a prompt of which a share was computed before, with and without the cache, in turn; the ideal is
-that only tokens beyond the shared ones take time. Then prompts that share nothing: prefill and decode of a batch, with
-and without, in turn. Weights are random, and so are ids.
+First it measures the time to first token of a prompt of which a share was computed before, in turn with and without the
+cache; ideally only the tokens after the shared ones take time. Then come prompts that share nothing: prefill and decode
+of a batch, in turn with and without the cache. Weights and ids are random.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCH, NEW_TOKENS = 8, 64
 
 
 class Prompts:
-    """Random ids, and an id for every request."""
+    """A source of random token ids and of request ids."""
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(0)
@@ -49,7 +49,7 @@ class Prompts:
 
 
 def run(engine: Engine, prompts: Prompts, each: list[list[int]], max_tokens: int) -> float:
-    """Seconds until all are done."""
+    """Run prompts at once and return the seconds until all are done."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     started = time.perf_counter()
     for ids in each:
@@ -60,7 +60,7 @@ def run(engine: Engine, prompts: Prompts, each: list[list[int]], max_tokens: int
 
 
 def shared(engines: dict[str, Engine], prompts: Prompts, num_tokens: int, share: float, repeats: int) -> dict[str, Any]:
-    """Time to first token where this share of the prompt is another's."""
+    """Measure the time to first token if this share of the prompt is the prefix of an earlier prompt."""
     common = int(num_tokens * share)
     times: dict[str, list[float]] = {name: [] for name in engines}
     found = []
@@ -85,7 +85,7 @@ def shared(engines: dict[str, Engine], prompts: Prompts, num_tokens: int, share:
 
 
 def apart(engines: dict[str, Engine], prompts: Prompts, num_tokens: int, repeats: int) -> dict[str, Any]:
-    """A batch of prompts that nobody computed before."""
+    """Measure a batch of prompts that share no prefix with any earlier prompt."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(repeats):
         each = [prompts.ids(num_tokens // BATCH) for _ in range(BATCH)]
@@ -104,9 +104,9 @@ def apart(engines: dict[str, Engine], prompts: Prompts, num_tokens: int, repeats
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--shape", default="qwen3-0.6b", help="of make_model.py")
+    parser.add_argument("--shape", default="qwen3-0.6b", help="model shape of make_model.py")
     parser.add_argument("--quantize", default="int8")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
@@ -119,7 +119,7 @@ def main() -> None:
             name: load_engine(artifact, max_num_seqs=BATCH, max_num_batched_tokens=512, prefix_cache=is_on)
             for name, is_on in (("with", True), ("without", False))
         }
-        for engine in engines.values():  # its weights are in memory from here on
+        for engine in engines.values():  # brings the weights into memory
             run(engine, prompts, [prompts.ids(64)], 2)
         result = {
             "shape": options.shape,

@@ -1,11 +1,13 @@
-"""How the CPU target's time grows: decode with the context, prefill with the prompt, the arena with a step's tokens.
+"""Measure how the CPU target scales: decode with the context, prefill with the prompt, the arena with a step's tokens.
 
-    python benchmarks/scaling.py [--lengths 128 512 2048 8192 32768] [--formats bfloat16 bfloat16-kv8] [--turns 3] [--out FOLDER]
+    python benchmarks/scaling.py [--lengths 128 512 2048 8192 32768] [--formats bfloat16 bfloat16-kv8] [--turns 3]
+                                 [--out FOLDER]
 
-Some layers of a real shape with random weights, one request: a decode step must read its weights and the keys and values of
-the context, so its time must grow by no more than those bytes take; prefill has a part that is linear in the prompt (the
-products) and one that is quadratic (attention). Every length runs once a turn, the formats in turn, and medians count. The
-arena's size is what the artifact's memory plan says. Writes scaling.json and scaling.png into the folder.
+It runs some layers of a real shape with random weights and one request. A decode step must read its weights and the K
+and V of the context, so its time must grow by no more than those bytes take. Prefill has a part that is linear in the
+prompt (the products) and one that is quadratic (attention). Every length runs once per turn, the formats in turn, and
+medians count. The size of the arena comes from the artifact's memory plan. The files scaling.json and scaling.png go
+into the folder.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ ARENA_TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def model_folder(shape: str, layers: int, work: Path) -> str:
-    """Makes the model under `work` where it is not there; its name."""
+    """Make the model under `work` if it does not exist, and return its name."""
     name = f"{shape}-{layers}layers"
     if not (work / name).exists():
         partial = work / f"{name}.partial"
@@ -54,7 +56,7 @@ def open_engine(path: Path, threads: int, longest: int) -> Inferc:
 
 
 def measure(paths: dict[str, Path], lengths: Sequence[int], turns: int, threads: int) -> dict[str, Any]:
-    """By format and length: seconds of prefill and of a decode step, every one in the order of the turns."""
+    """Measure prefill and a decode step for each format and length, in seconds; the rows hold every turn in order."""
     engines = {name: open_engine(path, threads, max(lengths)) for name, path in paths.items()}
     runs: dict[str, dict[int, list[dict[str, float]]]] = {name: {length: [] for length in lengths} for name in paths}
     reads: list[float] = []
@@ -90,14 +92,14 @@ def arena(path: Path, threads: int) -> list[dict[str, int]]:
 
 
 def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """What y is at 0, and what it gains with x, by least squares of what is off in proportion."""
+    """Fit a line by least squares of the relative errors; return its value at 0 and its slope."""
     weights = 1 / np.asarray(y)
     slope, start = np.polyfit(np.asarray(x), np.asarray(y), 1, w=weights)
     return float(start), float(slope)
 
 
 def fits(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each format: what a decode step takes without a context and for each token of it, beside the bytes of one."""
+    """Fit decode time by context length for each format: base, and slope beside the limit by a token's bytes."""
     found = []
     for name in dict.fromkeys(row["format"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["format"] == name]
@@ -137,14 +139,14 @@ def _draw(result: dict[str, Any], decode: Any, prefill: Any, room: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3-0.6b", help="of benchmarks/make_model.py")
+    parser.add_argument("--shape", default="qwen3-0.6b", help="model shape of benchmarks/make_model.py")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192, 32768])
     parser.add_argument("--formats", nargs="+", default=["bfloat16", "bfloat16-kv8"])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="where models are kept")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
+    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="folder where models are kept")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the results")
     options = parser.parse_args()
     if options.turns < 1 or min(options.lengths) < 1:
         parser.error("expected at least one turn and lengths of at least one token")
@@ -161,11 +163,16 @@ def main() -> None:
     }
     result["fits"] = fits(result)
     for row in result["rows"]:
-        print(f"{row['format']:14} {row['length']:6} tokens: prefill {row['prefill_s']:8.3f} s, a decode step"
-              f" {1e3 * row['decode_s']:7.2f} ms, {row['limit_s'] / row['decode_s']:.2f} of the limit")  # fmt: skip
+        print(
+            f"{row['format']:14} {row['length']:6} tokens: prefill {row['prefill_s']:8.3f} s, a decode step"
+            f" {1e3 * row['decode_s']:7.2f} ms, {row['limit_s'] / row['decode_s']:.2f} of the limit"
+        )
     for row in result["fits"]:
-        print(f"{row['format']:14} decode: {1e3 * row['decode_s']:.2f} ms + {1e9 * row['decode_s_per_token']:.1f} ns a token of"
-              f" context (its bytes {1e9 * row['limit_s_per_token']:.1f}), at most {row['largest_error']:.0%} off")  # fmt: skip
+        print(
+            f"{row['format']:14} decode: {1e3 * row['decode_s']:.2f} ms + {1e9 * row['decode_s_per_token']:.1f} ns a"
+            f" token of context (its bytes {1e9 * row['limit_s_per_token']:.1f}), at most {row['largest_error']:.0%}"
+            " off"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     save(result, options.out / "scaling.json")
     draw(result, options.out / "scaling.png")

@@ -1,11 +1,12 @@
-"""Attacks on `inferc serve`, each with what the server says to it and how long health waited meanwhile.
+"""Attack `inferc serve` in many ways; report the server's answers and how long health checks took meanwhile.
 
 python benchmarks/server_attacks.py [--only NAME …] [--json] [--out FILE]
 
-A server of tiny-llama, whose chat template has two traps in it, is started with few files (`ulimit -n 2048`). While one attack
-runs, another process asks `GET /health` over a new connection each time and gRPC's health over one that it keeps, fifty times a
-second. Printed of each: what it was answered, its seconds, the longest that health waited (milliseconds, over HTTP and gRPC),
-and what the server's memory grew to. Nothing else should run on the machine.
+A server of tiny-llama, whose chat template contains two traps, is started with few file descriptors (`ulimit -n 2048`).
+While an attack runs, another process sends `GET /health` over a new connection each time and gRPC's health check over a
+kept connection, fifty times per second. For each attack the server's answers, the seconds, the longest latency of a
+health check (in milliseconds, over HTTP and gRPC) and the server's memory are printed. Nothing else should run on the
+machine.
 """
 
 from __future__ import annotations
@@ -48,14 +49,17 @@ CHECK = "/grpc.health.v1.Health/Check"
 
 @dataclass(frozen=True)
 class Target:
-    """A running server: where it answers, and its process."""
+    """A running server: its HTTP and gRPC addresses, and its process id."""
 
     http: str
     grpc: str
     pid: int
 
     def post(self, path: str, body: Any, timeout: float = TIMEOUT) -> str:
-        """The status of an answer, or how it failed. body: bytes as they are, anything else as JSON."""
+        """Send a POST request and return the status of the answer, or the name of the error.
+
+        body: bytes are sent as they are, anything else as JSON.
+        """
         connection = http.client.HTTPConnection(self.http, timeout=timeout)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
@@ -69,7 +73,7 @@ class Target:
             connection.close()
 
     def call(self, method: str, data: bytes) -> str:
-        """The code of a gRPC call whose message is these bytes."""
+        """Make a gRPC call whose message is these bytes, and return its status code."""
         with grpc.insecure_channel(self.grpc, [("grpc.max_send_message_length", -1)]) as channel:
             try:
                 call: Any = channel.unary_stream(method, bytes, bytes)
@@ -92,7 +96,7 @@ def _nothing(target: Target) -> str:
 
 
 def _bodies(path: str, *bodies: Callable[[], bytes]) -> Callable[[Target], str]:
-    """Bodies of many megabytes, each made when it is sent."""
+    """Return an attack that posts bodies of many megabytes, each made when it is sent."""
 
     def run(target: Target) -> str:
         return " ".join(target.post(path, body()) for body in bodies)
@@ -105,7 +109,7 @@ def _message(method: str, message: Callable[[], bytes]) -> Callable[[Target], st
 
 
 def _within(number: int, data: bytes) -> bytes:
-    """A field of bytes or a message, as protobuf writes it."""
+    """Encode a protobuf field that holds bytes or a message."""
     return bytes([number << 3 | 2]) + _number(len(data)) + data
 
 
@@ -118,7 +122,7 @@ def _number(value: int) -> bytes:
 
 
 def _tensors(num_texts: int = 1, **inputs: bytes) -> bytes:
-    """A ModelInferRequest with these inputs, the first of so many texts, the others of one."""
+    """Encode a ModelInferRequest with these inputs; the first has `num_texts` texts, the others have one."""
     counts = (num_texts, *[1] * len(inputs))
     named = [
         _within(1, name.encode()) + _within(2, b"BYTES") + _within(3, _number(count))
@@ -128,7 +132,7 @@ def _tensors(num_texts: int = 1, **inputs: bytes) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """A text of a tensor."""
+    """Encode a text as an element of a BYTES tensor."""
     return struct.pack("<I", len(text)) + text.encode()
 
 
@@ -145,7 +149,7 @@ def _large_numbers(target: Target) -> str:
 
 
 def _stop_strings(target: Target) -> str:
-    """As long and as many as are taken, with streams that hold text back; and longer ones."""
+    """Attack with stop strings: as many and as long as are accepted, with text that is held back, then longer ones."""
     stops = [(chr(97 + index % 26) * 60 + str(index))[:64] for index in range(64)]
     body = {"prompt": "abc", "n": 8, "max_tokens": 200, "ignore_eos": True, "stop": stops}
     longer = {"prompt": "abc", "stop": ["ab" * 16_000 + str(index) for index in range(64)]}
@@ -158,13 +162,16 @@ def _many_texts(target: Target) -> str:
 
 
 def _biased_texts() -> bytes:
-    """A thousand of one call, with as many biases as are taken."""
+    """Encode a call with a thousand texts and as many logit biases as are accepted."""
     sampling = json.dumps({"max_tokens": 1, "logit_bias": {str(token): 1.0 for token in range(1024)}})
     return _tensors(1000, text_input=_text("abc") * 1000, sampling_parameters=_text(sampling))
 
 
 def _echoes(target: Target) -> str:
-    """More choices than there are places, of which nothing is computed; and as many of one prompt, with likely tokens, as are told."""
+    """Attack with echoes: more choices than batch slots with nothing to compute, and the most log probabilities.
+
+    The latter come with many choices of one prompt, up to and beyond the limit.
+    """
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"echo": True, "max_tokens": 0, "stream": True, "stream_options": options}
     many = target.post("/v1/completions", {**body, "prompt": ["a"] * 2000, "n": 16})
@@ -173,7 +180,7 @@ def _echoes(target: Target) -> str:
 
 
 def _texts_of_who_leaves(target: Target) -> str:
-    """Twenty long texts to tokenize whose clients do not wait, and then a prompt."""
+    """Attack with twenty long texts to tokenize whose clients leave at once, then send a normal prompt."""
     data = json.dumps({"prompt": "def add(a, b): " * 270_000}).encode()
     head = (
         f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
@@ -185,7 +192,7 @@ def _texts_of_who_leaves(target: Target) -> str:
 
 
 def _no_messages(target: Target) -> str:
-    """A thousand calls for health whose bytes are no message."""
+    """Attack with a thousand gRPC health calls whose bytes are not a valid message."""
     codes = Counter[str]()
     with grpc.insecure_channel(target.grpc) as channel:
         check: Any = channel.unary_unary(CHECK, bytes, bytes)
@@ -195,7 +202,7 @@ def _no_messages(target: Target) -> str:
 
 
 def _idle_connections(target: Target) -> str:
-    """More than there are files, to both ports, for five seconds."""
+    """Attack with more idle connections than file descriptors, to both ports, for five seconds."""
     with ExitStack() as stack:
         count = 0
         for _ in range(OPEN_FILES):
@@ -208,7 +215,7 @@ def _idle_connections(target: Target) -> str:
 
 
 def _slow_bodies(target: Target) -> str:
-    """Requests without end on every place for a connection."""
+    """Attack with requests whose bodies never end, on every available connection."""
     head = (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 999999\r\n\r\n{"
     )
@@ -294,7 +301,7 @@ ATTACKS: dict[str, Callable[[Target], str]] = {
 
 
 def run_attack(name: str, attack: Callable[[Target], str], target: Target) -> dict[str, Any]:
-    """What is told of one attack."""
+    """Run one attack and return its row of the report."""
     with HealthProbe(target.http, target.grpc) as probe:
         began = time.monotonic()
         answered = attack(target)
@@ -314,7 +321,7 @@ def run_attack(name: str, attack: Callable[[Target], str], target: Target) -> di
 
 
 def make_artifact(folder: Path) -> Path:
-    """tiny-llama with the traps in its chat template."""
+    """Compile tiny-llama with the traps in its chat template, and return the artifact."""
     model, artifact = folder / "tiny-llama", folder / "artifact"
     shutil.copytree(MODEL, model)
     template = model / "chat_template.jinja"
@@ -325,7 +332,7 @@ def make_artifact(folder: Path) -> Path:
 
 
 class Attacked(AbstractContextManager["Attacked"]):
-    """A server with few files, until it is closed; then `log` is what it said."""
+    """A server with few file descriptors that runs until it is closed; afterwards `log` holds what it logged."""
 
     def __init__(self, artifact: Path, *options: str) -> None:
         self._files = ExitStack()
@@ -350,7 +357,7 @@ class Attacked(AbstractContextManager["Attacked"]):
 
 
 def run_all(artifact: Path, names: list[str]) -> dict[str, Any]:
-    """Every attack on one server, one after the other; at the end what the server's log has of them."""
+    """Run attacks on one server, one after the other; report them, open files and the server's log at the end."""
     rows = []
     with Attacked(artifact) as server:
         for name in names:
@@ -373,9 +380,9 @@ def _line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--artifact", type=Path, help="serve this one instead of tiny-llama with traps")
+    parser.add_argument("--artifact", type=Path, help="serve this artifact instead of tiny-llama with traps")
     parser.add_argument("--only", nargs="*", choices=list(ATTACKS), default=list(ATTACKS), metavar="NAME")
-    parser.add_argument("--json", action="store_true", help="print JSON besides the lines, which go to standard error")
+    parser.add_argument("--json", action="store_true", help="also print JSON; the lines go to standard error")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,12 @@
-"""Many streams for a while, with or without attacks among them: how long health waits, and whether the server grows.
+"""Run many streams for a while, with or without attacks; measure health check latency and the server's growth.
 
 python benchmarks/server_soak.py [--streams 1000] [--seconds 75] [--attacks] [--artifact OUT] [--json] [--out FILE]
 
-A server of tiny-llama, whose chat template has two traps in it, streams completions of 100 tokens, `--streams` at a time, the next
-one as soon as one ends. Another process asks for health fifty times a second. With `--attacks`, those of server_attacks.py come
-meanwhile, one after the other, and clients that leave in the middle of a stream. Printed are tokens a second, what failed, how long health
-waited (milliseconds), and of each process of the server its memory, open files and threads: the most in the second third of the time,
-and in the last.
+A server of tiny-llama, whose chat template contains two traps, streams completions of 100 tokens, `--streams` at a
+time; when one ends the next one starts. Another process sends health checks fifty times per second. With `--attacks`,
+the attacks of server_attacks.py run meanwhile, one after the other, and clients that leave in the middle of a stream.
+The program prints tokens per second, failures, latencies of health checks (in milliseconds), and for each process of
+the server its memory, open files and threads: the maximum in the second third of the time, and in the last third.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from inferc.bench.workload import Lengths
 PROMPT_LEN, OUTPUT_LEN = 8, 100
 WATCH_SECONDS = 2.0
 FIGURES = ("memory_mb", "open_files", "threads")
-# Not those that fill every place for a connection: they are to keep others out, and the streams are others.
+# Attacks that occupy every connection are left out, because they are meant to keep other clients out, such as the
+# streams.
 AMONG_STREAMS = [name for name in ATTACKS if name not in ("nothing", "idle connections", "bodies without end")]
 
 
 class Watch(threading.Thread):
-    """Memory, open files and threads of a server and of the processes that it has started, every two seconds."""
+    """A thread that samples memory, open files and threads of a server and its child processes every two seconds."""
 
     def __init__(self, pid: int, over: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -53,13 +54,13 @@ class Watch(threading.Thread):
         while not self._over.wait(WATCH_SECONDS):
             seen = {}
             for process in (self._server, *self._server.children(recursive=True)):
-                with suppress(psutil.Error):  # one that has just ended
+                with suppress(psutil.Error):  # the process may have just ended
                     memory = process.memory_info().rss / 1e6
                     seen[_role(process)] = (memory, process.num_fds(), process.num_threads())
             self.seen.append(seen)
 
     def figures(self) -> dict[str, dict[str, list[float]]]:
-        """The most memory, files and threads of each process in the second third of the time, and in the last."""
+        """Return the maximum memory, files and threads of each process in the second and in the last third of time."""
         third = max(1, len(self.seen) // 3)
         parts = self.seen[third : 2 * third], self.seen[2 * third :]
         found: dict[str, dict[str, list[float]]] = {}
@@ -78,7 +79,10 @@ def _role(process: psutil.Process) -> str:
 
 
 class Attacker(threading.Thread):
-    """One attack after the other until it is over. answered: how often each was, and with what."""
+    """A thread that runs one attack after the other until the test is over.
+
+    answered: how often each attack got which answers.
+    """
 
     def __init__(self, target: Target, over: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -98,9 +102,10 @@ class Attacker(threading.Thread):
 
 
 def _leave(target: Target) -> str:
-    """Twenty streams whose clients close the connection behind the first bytes."""
+    """Attack with twenty streams whose clients close the connection after the first bytes."""
     body = json.dumps({"prompt": "abc", "max_tokens": 500, "ignore_eos": True, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
     connections = []
     for _ in range(20):
         connections.append(target.connect(target.http))
@@ -113,7 +118,7 @@ def _leave(target: Target) -> str:
 
 
 def run(artifact: Path, streams: int, seconds: float, attacks: bool) -> dict[str, Any]:
-    """What is told of one run."""
+    """Run the streams, with or without attacks, and return the report."""
     over = threading.Event()
     room = ("--max-num-seqs", str(min(256, streams)), "--max-num-batched-tokens", "1024")
     with Attacked(artifact, *room) as server:
@@ -160,11 +165,11 @@ def _progress(began: float) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--artifact", type=Path, help="serve this one instead of tiny-llama with traps")
+    parser.add_argument("--artifact", type=Path, help="serve this artifact instead of tiny-llama with traps")
     parser.add_argument("--streams", type=int, default=1000, metavar="N")
     parser.add_argument("--seconds", type=float, default=75.0, metavar="S")
-    parser.add_argument("--attacks", action="store_true", help="let attacks come among the streams")
-    parser.add_argument("--json", action="store_true", help="the JSON on one line")
+    parser.add_argument("--attacks", action="store_true", help="run attacks besides the streams")
+    parser.add_argument("--json", action="store_true", help="print the JSON on one line")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

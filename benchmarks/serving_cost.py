@@ -1,14 +1,16 @@
-"""What serving costs beside the engine, and what a server bears.
+"""Measure the cost of serving beyond the engine, and the load that a server can sustain.
 
     python benchmarks/serving_cost.py ARTIFACT [--large ARTIFACT] [--turns 3] [--seconds 120] [--out FILE]
 
-- **The server's own time a token**: CPU seconds of the server's process (not the engine's) over tokens, with 200 streams, over
-  HTTP and over gRPC by turns; medians.
-- **1,000 streams** for --seconds, each of which asks again when it has its answer: errors, tokens a second, the server's
-  resident memory after a third of the time and at the end, and what a health check takes meanwhile, of a new connection.
+- **The server's own time per token**: CPU seconds of the server's process (not the engine's) divided by tokens, with
+  200 streams, in turn over HTTP and over gRPC; medians.
+- **1,000 streams** for --seconds, each of which sends its next request when it has its answer: errors, tokens per
+  second, the server's resident memory after a third of the time and at the end, and the latency of health checks over
+  new connections.
 - **Swap**: seconds to put a model to sleep, to wake it, to unload and to load it; medians of 5.
-- **Served over offline** (--large): output tokens a second over HTTP, 16 requests at a time of 128 tokens in and 128 out, over those of
-  `inferc bench throughput` with the same, by turns; of a server whose KV cache was filled once, and of one that has just started.
+- **Served over offline** (--large): output tokens per second over HTTP, with 16 concurrent requests of 128 tokens in
+  and 128 out, divided by those of `inferc bench throughput` with the same load, in turn; for a server whose KV cache
+  was filled once, and for one that has just started.
 
 Clients and the server share this machine's cores.
 """
@@ -41,12 +43,12 @@ SMALL_STREAMS, SMALL_TOKENS = 200, 200
 MANY_STREAMS, MANY_TOKENS = 1000, 200
 CHANNELS = 8
 INPUT_LEN, OUTPUT_LEN, CONCURRENCY, REQUESTS = 128, 128, 16, 48
-FILLED_KV, FILLING = "1GiB", 48  # requests that fill so much: of Qwen3-0.6B's shape 36 do
+FILLED_KV, FILLING = "1GiB", 48  # KV memory, and requests that fill it (36 are enough for the shape of Qwen3-0.6B)
 
 
 @dataclass
 class Running:
-    """A server's process and addresses."""
+    """The process and the addresses of a running server."""
 
     process: psutil.Process
     grpc: str
@@ -80,12 +82,16 @@ def body(number: int, num_tokens: int) -> dict[str, Any]:
 
 
 async def over_http(address: str, number: int, num_tokens: int, prompt: list[int] | None = None) -> int:
-    """One request as bytes on a socket, so that the client costs little; how many chunks came. Raises what went wrong."""
+    """Send a request over a plain socket, so that the client costs little, and return the number of chunks.
+
+    Raises an error if the request fails.
+    """
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
     wanted = body(number, num_tokens)
     data = json.dumps(wanted if prompt is None else {**wanted, "prompt": prompt}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     chunks, tail = 0, b""
     try:
@@ -110,7 +116,7 @@ async def over_grpc(client: AsyncClient, number: int, num_tokens: int) -> int:
 
 
 def own_time(artifact: Path, turns: int) -> dict[str, Any]:
-    """Microseconds of the server a token, by protocol."""
+    """Measure the CPU microseconds of the server per token, by protocol."""
     found: dict[str, list[float]] = {"http": [], "grpc": []}
     chunks: dict[str, list[int]] = {"http": [], "grpc": []}
 
@@ -126,7 +132,7 @@ def own_time(artifact: Path, turns: int) -> dict[str, Any]:
                     for number in range(SMALL_STREAMS)
                 ]
                 count = sum(await asyncio.gather(*works))
-                if turn:  # the first warms up
+                if turn:  # the first turn warms up
                     found[protocol].append(1e6 * (server.cpu_seconds - before) / (SMALL_STREAMS * SMALL_TOKENS))
                     chunks[protocol].append(count)
         for client in clients:
@@ -145,7 +151,7 @@ def own_time(artifact: Path, turns: int) -> dict[str, Any]:
 
 
 def many_streams(artifact: Path, seconds: float) -> dict[str, Any]:
-    """A thousand streams at a time, over HTTP."""
+    """Measure a thousand concurrent streams over HTTP."""
     waits: list[float] = []
     stop = threading.Event()
     errors: list[str] = []
@@ -170,12 +176,12 @@ def many_streams(artifact: Path, seconds: float) -> dict[str, Any]:
 
         async def stream(number: int) -> None:
             nonlocal tokens
-            await asyncio.sleep(number / MANY_STREAMS * 2)  # they come within two seconds
+            await asyncio.sleep(number / MANY_STREAMS * 2)  # the streams start within two seconds
             while time.monotonic() - start < seconds:
                 try:
                     await over_http(server.http, number, MANY_TOKENS)
                     tokens += MANY_TOKENS
-                except Exception as error:  # noqa: BLE001 (each is counted)
+                except Exception as error:  # noqa: BLE001 (every error is counted)
                     errors.append(f"{type(error).__name__}: {error}")
 
         async def watch() -> None:
@@ -223,7 +229,7 @@ def many_streams(artifact: Path, seconds: float) -> dict[str, Any]:
 
 
 def swap(artifact: Path) -> dict[str, Any]:
-    """Seconds, as a client waits."""
+    """Measure the seconds that a client waits for sleep, wake, unload and load of a model."""
     seconds: dict[str, list[float]] = {"sleep": [], "wake": [], "unload": [], "load": [], "wake_by_request": []}
 
     def timed(what: str, run: Any) -> None:
@@ -244,10 +250,10 @@ def swap(artifact: Path) -> dict[str, Any]:
 
 
 def served_over_offline(artifact: Path, turns: int) -> dict[str, Any]:
-    """Of a server whose KV cache has been filled once, and of one that touches its memory for the first time.
+    """Compare served with offline speed, for a server whose KV cache was filled once and for a freshly started one.
 
-    The prefix cache keeps what has ended, so a server takes fresh memory until all of its KV cache was used; offline runs take
-    the blocks that came free last.
+    The prefix cache keeps the blocks of finished requests, so a server uses fresh memory until all of its KV cache was
+    used once; offline runs reuse the blocks that were freed last.
     """
     lengths = ("--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN))
     options = (*lengths, "--concurrency", str(CONCURRENCY), "--requests", str(REQUESTS), "--json")
@@ -269,7 +275,7 @@ def served_over_offline(artifact: Path, turns: int) -> dict[str, Any]:
 
 
 async def closed_loop(server: Running, warm_up: int) -> float:
-    """Output tokens a second of REQUESTS over HTTP, CONCURRENCY at a time, after `warm_up` others."""
+    """Return output tokens per second of REQUESTS over HTTP, CONCURRENCY at a time, after `warm_up` other requests."""
     places = asyncio.Semaphore(CONCURRENCY)
 
     async def one(number: int) -> None:
@@ -287,7 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--large", type=Path, help="an artifact whose steps take long, for the ratio to offline speed")
-    parser.add_argument("--large-only", action="store_true", help="leave the other artifact out")
+    parser.add_argument("--large-only", action="store_true", help="measure only the artifact of --large")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument(

@@ -1,11 +1,12 @@
-"""Artifacts beside each other in one process, in turn: what a change to kernels or passes gains.
+"""Compare artifacts in one process, in turn, to measure the gain of a change to kernels or passes.
 
-    python benchmarks/side_by_side.py OUT OUT… [--requests 1] [--input-len 128] [--output-len 64] [--turns 7] [--out FILE]
+    python benchmarks/side_by_side.py OUT OUT… [--requests 1] [--input-len 128] [--output-len 64] [--turns 7] [--out
+    FILE]
 
-An artifact carries its kernels: compile one model with two checkouts, and the two artifacts are the two checkouts, run by
-the runtime of this one. Random prompts, greedy; every artifact runs once a turn, the first turn warms up, and medians
-count, as ratios to the first artifact. The read bandwidth of memory is measured after every turn: where it moves, the
-machine was not quiet.
+An artifact contains its kernels: two artifacts of one model, compiled with two checkouts, compare these checkouts with
+the runtime of this one. Prompts are random and decoding is greedy. Every artifact runs once per turn, the first turn
+warms up, and medians count, as ratios to the first artifact. The read bandwidth of memory is measured after every turn:
+if it varies, other work ran on the machine.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from peers.worker import run_once
 from inferc.config import available_cores
 from inferc.cost.machine import measure_read
 
-UNITS = ("decode", "prefill", "output")  # tokens a second, as run_once names them
+UNITS = ("decode", "prefill", "output")  # rates in tokens per second, by the names of run_once
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifacts", nargs="+", type=Path, metavar="OUT", help="folders that `inferc compile` wrote")
-    parser.add_argument("--requests", type=int, default=1, help="at once")
+    parser.add_argument("--requests", type=int, default=1, help="number of concurrent requests")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--turns", type=int, default=7)
@@ -45,7 +46,10 @@ def main() -> None:
 
 
 def compare(artifacts: list[Path], case: tuple[int, int, int], turns: int, threads: int) -> dict[str, Any]:
-    """case: requests, input_len, output_len. All runs of each artifact, in the order in which they were measured."""
+    """Run all artifacts in turn and return all runs of each, in the order in which they were measured.
+
+    case: requests, input_len, output_len.
+    """
     engines = [load(path, "", threads, case[0], sum(case[1:])) for path in artifacts]
     runs: list[list[dict[str, float]]] = [[] for _ in engines]
     reads: list[float] = []

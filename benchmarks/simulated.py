@@ -1,11 +1,11 @@
-"""How near `inferc simulate` comes to the engine itself: the same requests played to both.
+"""Compare `inferc simulate` with the engine itself on the same requests.
 
 python benchmarks/simulated.py OUT TRACE [--scale 16] [--requests 40] [--speed 0.01] [--policy fcfs …] [--kv-tokens N]
     [--ttft-ms MS] [--tbt-ms MS] [--calibrate 30] [--out FILE]
 
-OUT is an artifact, TRACE as in `inferc simulate`, or `mixed`, the requests of policies.py at --speed a second. Prices of
-steps are measured right before and after the engine plays, since a machine's speed moves; the simulation takes the mean of
-both. Every policy gets an engine of its own, with an empty cache.
+OUT is an artifact. TRACE is a file as for `inferc simulate`, or `mixed`: the requests of policies.py, --speed of them
+per second. Step costs are measured right before and after the engine runs, because the speed of a machine varies; the
+simulation uses the mean of both. Every policy gets its own engine with an empty cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMPARED = (
 
 
 def compare(trace: Trace, policy: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Both summaries of a policy, and their ratios."""
+    """Run a policy on the engine and in the simulator; return both summaries and their ratios."""
     artifact = load_artifact(options.artifact)
     sizes: dict[str, Any] = {"max_num_seqs": options.max_num_seqs, "policy": policy}
     if options.kv_tokens is not None:
@@ -53,7 +53,7 @@ def compare(trace: Trace, policy: str, options: argparse.Namespace) -> dict[str,
         return measure_cost(engine, policy, options.calibrate, artifact.kv_bytes_per_token)
 
     before = calibrate()
-    learned = engine.scheduler.forecast.cost  # as of a server that has run for a while
+    learned = engine.scheduler.forecast.cost  # the cost model that a server has learned after some time
     engine.close()
     engine = load_engine(artifact, **sizes)
     engine.scheduler.forecast.cost = learned
@@ -65,7 +65,7 @@ def compare(trace: Trace, policy: str, options: argparse.Namespace) -> dict[str,
     engine.close()
     cost = StepCost()
     cost.set_prices({name: (price + after.prices[name]) / 2 for name, price in before.prices.items()})
-    # The prompts' lengths and ids need the same room as in the engine.
+    # The simulated engine gets the same sizes and vocabulary as the real one.
     simulated = Replica.simulated(dataclasses.replace(config), engine.model.vocab_size, cost)
     made_up = play([simulated], trace, objectives)
     predicted = summarize(policy, options.speed, made_up, *objectives)
@@ -81,7 +81,7 @@ def compare(trace: Trace, policy: str, options: argparse.Namespace) -> dict[str,
 
 
 def ratios(measured: Summary, predicted: Summary) -> dict[str, float]:
-    """Simulated over measured."""
+    """Return the ratios of simulated to measured values."""
     found = {}
     for name in COMPARED:
         real, made_up = getattr(measured, name), getattr(predicted, name)
@@ -92,7 +92,7 @@ def ratios(measured: Summary, predicted: Summary) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("trace", help="a file, or: mixed")
+    parser.add_argument("trace", help="a trace file, or: mixed")
     parser.add_argument("--scale", type=int, default=16)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--speed", type=float, default=0.01)
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--kv-tokens", type=int)
     parser.add_argument("--ttft-ms", type=float)
-    parser.add_argument("--tbt-ms", type=float, help="mean time between tokens")
+    parser.add_argument("--tbt-ms", type=float, help="objective for the mean time between tokens")
     parser.add_argument("--calibrate", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""How a benchmark shows what it found: tables in Markdown, and pictures."""
+"""The output helpers of benchmarks: tables in Markdown, and plots."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-Grid = list[list[str]]  # the first row is the head
+Grid = list[list[str]]  # the first row is the header
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
-PALE = "#d5dbe3"  # of what is there and not used
+PALE = "#d5dbe3"  # colour of capacity that is not used
 
 
 def markdown(grid: Grid) -> str:
@@ -25,7 +25,10 @@ def _line(cells: Sequence[str]) -> str:
 def picture(
     path: Path, title: str, size: tuple[float, float], rows: int = 1, columns: int = 1, **options: Any
 ) -> Iterator[Any]:
-    """The axes [rows, columns] of a picture, written to the file `path` in the end. options: as of `subplots`."""
+    """Yield the axes [rows, columns] of a plot, and write it to the file `path` at the end.
+
+    options: options of matplotlib's `subplots`.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")

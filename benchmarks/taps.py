@@ -1,11 +1,12 @@
-"""What a tapped request costs those beside it: the same batch with one request tapped and with none, in turn.
+"""Measure what a tapped request costs the others: the same batch with one request tapped and with none, in turn.
 
     python benchmarks/taps.py OUT [--tap 'layers.*.attention.out'] [--requests 8] [--input-len 64] [--output-len 64]
                                   [--turns 7] [--threads N] [--out FILE]
 
-One engine, started with --tap. A turn runs `--requests` greedy requests twice, at once, of which the last asks for its
-values the second time. Counted are decode steps, in which all requests take part: the median of each run's seconds a step, and of the
-turns' ratios; the first turn warms up. The 20 % that a tap may cost others (docs/debugging.md) are a ratio of 1.2.
+There is one engine, started with --tap. A turn runs `--requests` concurrent greedy requests twice; the second time the
+last request asks for its values. Only decode steps of all requests count: the result is the median seconds per step of
+each run, and the median of the turns' ratios; the first turn warms up. The 20 % that a tap may cost other requests
+(docs/debugging.md) are a ratio of 1.2.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from inferc.runtime.step.sampling_params import SamplingParams
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path, metavar="OUT", help="a folder that `inferc compile` wrote")
-    parser.add_argument("--tap", action="append", metavar="NAME", help="default: layers.*.attention.out")
-    parser.add_argument("--requests", type=int, default=8, help="at once, one of them tapped")
+    parser.add_argument(
+        "--tap", action="append", metavar="NAME", help="values to tap (default: layers.*.attention.out)"
+    )
+    parser.add_argument("--requests", type=int, default=8, help="number of concurrent requests, one of them tapped")
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--turns", type=int, default=7)
@@ -47,7 +50,7 @@ def main() -> None:
 def compare(
     path: Path, names: list[str], requests: int, lengths: tuple[int, int], turns: int, threads: int
 ) -> dict[str, Any]:
-    """Seconds of a decode step with nobody tapped and with one, per turn, and their ratios."""
+    """Measure the seconds of a decode step with no request tapped and with one, for each turn, and their ratios."""
     artifact = load_artifact(path)
     engine = load_engine(artifact, tap=tuple(names), max_num_seqs=requests, num_threads=threads, prefix_cache=False)
     generator = np.random.default_rng(0)
@@ -73,7 +76,7 @@ def compare(
 
 
 def run_once(engine: Engine, prompts: list[list[int]], output_len: int, is_tapped: bool) -> float:
-    """Median seconds of the steps in which every request decodes."""
+    """Return the median seconds of the steps in which every request decodes."""
     for number, prompt in enumerate(prompts):
         tap = is_tapped and number == len(prompts) - 1
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, tap=tap)

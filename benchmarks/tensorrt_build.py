@@ -1,10 +1,10 @@
-"""What TensorRT makes of the models that ship: sizes and layers of the plans, and how long they take to build. No GPU is needed.
+"""Measure TensorRT plans of the shipped models: their sizes, layers and build times; no GPU is needed.
 
     python benchmarks/tensorrt_build.py [--arch sm_89] [--models tiny-llama …] [--turns 3] [--out FILE]
 
-Each model as a whole step (`tensorrt`) and as segments between our kernels (`tensorrt-paged`), in bfloat16 and under every scheme that is
-built for them. Times are of all of `inferc compile --certify none`, medians of `--turns` compiles in turn; the memory's read bandwidth
-is measured before and after.
+Each model is built as a whole step (`tensorrt`) and as segments between inferc's own kernels (`tensorrt-paged`), in
+bfloat16 and with every quantization scheme that these targets support. Times are those of the whole `inferc compile
+--certify none`, medians of `--turns` compiles in turn; the memory's read bandwidth is measured before and after.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def built(model: str, target: str, scheme: Any) -> tuple[dict[str, Any], float]:
-    """(what came of it, seconds). layers: by kind, of all plans, as the networks had them."""
+    """Compile a model; return the facts about its plans and the seconds; `layers` counts all plans' layers by kind."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         config = CompileConfig(target=target, dtype="bfloat16", quantize=scheme, certify="none")

@@ -1,19 +1,20 @@
-"""A trace of conversations through the engine: what prefix cache, chunked prefill and continuous batching are worth.
+"""Replay a conversation trace to measure the gains of prefix cache, chunked prefill and continuous batching.
 
     python benchmarks/trace_engine.py [--trace FILE] [--scale 16] [--requests 500] [--load 0.7] [--turns 3]
         [--out FOLDER] [--quick]
 
-The first requests of the Mooncake conversation trace, prompts, answers and times divided by --scale, to a random Llama
-on this machine. They come with the trace's pauses, at --load times what the engine serves when all are there at once;
-and then all at once, for throughput. The engine as it is, without its prefix cache, without chunked prefill (a step
-then takes whole prompts, up to the longest possible), and with static batches, each loaded anew, in turn; ratios are of
-one turn, medians count.
+The first requests of the Mooncake conversation trace, with prompts, answers and times divided by --scale, are sent to a
+Llama with random weights on this machine. They arrive with the trace's pauses, at --load times the rate that the engine
+serves when all arrive at once; and then all at once, for throughput. The variants are the engine as it is, without its
+prefix cache, without chunked prefill (a step then takes whole prompts, up to the longest possible), and with static
+batches; each is loaded again and they run in turn. Ratios are within one turn, and medians count.
 
-Beside what the prefix cache found stands what a cache of the same size would that had every prompt as soon as it comes
-and held nothing but prompts (least recently used goes first), and one without end; and the same scheduler and cache for
-other sizes, simulated. Beside throughput stand limits: of the prefix cache, by the tokens it leaves to compute; of
-continuous batching, by the lengths (trace_limits.py), at the prices of steps and tokens that the same run showed, and
-if only the number of steps counted. Writes trace_engine.json and trace_engine.png into the folder, prints the tables.
+The hit rate of the prefix cache is shown beside that of an ideal cache of the same size, which has every prompt as soon
+as it arrives and holds only prompts (least recently used blocks go first), beside that of an unlimited cache, and
+beside the simulated hit rates of the same scheduler and cache in other sizes. Throughput is shown beside limits: for
+the prefix cache, by the tokens it leaves to compute; for continuous batching, by the lengths (trace_limits.py), at the
+step and token costs of the same run, and as if only the number of steps counted. The files trace_engine.json and
+trace_engine.png go into the folder --out, and the tables are printed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from inferc.runtime.simulate.trace import Trace, read_trace
 
 MODEL, QUICK_MODEL = Llama(384, 1024, 4, 6, 2), Llama(128, 256, 2, 2, 1)
 TOKEN_BUDGET = 512
-AT_ONCE = 1e9  # so many times the trace's rate
+AT_ONCE = 1e9  # speed-up of the trace at which all requests arrive practically at once
 FIGURES = ("ttft_mean", "ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99", "output_tokens_per_s", "hit_rate")
 PERCENTILES = np.linspace(0, 100, 101)
 
@@ -77,7 +78,7 @@ class Sizes:
 
 @dataclass
 class Found:
-    """What a variant showed at one load, one value a turn; and the times of all requests, in ms."""
+    """The measurements of a variant at one load: one value per turn, and the times of all requests in ms."""
 
     figures: list[dict[str, float]] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
@@ -93,13 +94,13 @@ class Found:
         return statistics.median(each[name] for each in self.figures)
 
     def over(self, other: Found, name: str) -> float:
-        """The median of the turns' ratios to another one's."""
+        """Return the median over turns of the ratio to another variant's value."""
         pairs = zip(self.figures, other.figures, strict=True)
         return statistics.median(own[name] / theirs[name] for own, theirs in pairs)
 
 
 def run(artifact: Artifact, variant: Variant, trace: Trace, sizes: Sizes) -> tuple[Playback, Engine]:
-    """Play the trace to an engine of its own, which is closed then and knows what its steps cost."""
+    """Replay the trace on a new engine; return the playback and the closed engine, which has learned its step costs."""
     engine = load_engine(
         artifact,
         chunked_prefill=variant.chunked_prefill,
@@ -110,8 +111,8 @@ def run(artifact: Artifact, variant: Variant, trace: Trace, sizes: Sizes) -> tup
         prefix_cache=variant.prefix_cache,
     )
     try:
-        generate(engine, [Request([1] * 40, 4)])  # the weights are in memory, and checked, from here on
-        engine.scheduler.foresees = True  # observes the steps
+        generate(engine, [Request([1] * 40, 4)])  # brings the weights into memory and checks them
+        engine.scheduler.foresees = True  # makes the scheduler observe the cost of its steps
         return play([Replica.real(engine, time.perf_counter, time.sleep)], trace), engine
     finally:
         engine.close()
@@ -120,7 +121,7 @@ def run(artifact: Artifact, variant: Variant, trace: Trace, sizes: Sizes) -> tup
 def measure(
     artifact: Artifact, trace: Trace, sizes: Sizes, load: float, turns: int, show: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """All variants at both loads, in turn. show: called after each run."""
+    """Measure all variants at both loads, in turn; `show` is called after each run."""
     burst = trace.faster(AT_ONCE)
     warm, engine = run(artifact, WHOLE, burst, sizes)
     show()
@@ -171,7 +172,7 @@ def measure(
 
 
 def of_variant(name: str, coming: Found, burst: Found) -> dict[str, Any]:
-    """What the result says of a variant: medians and all turns, and the distributions as percentiles."""
+    """Return the row of a variant: medians, all turns, and the distributions as percentiles."""
     return {
         "name": name,
         **{figure: coming.median(figure) for figure in FIGURES},
@@ -184,31 +185,33 @@ def of_variant(name: str, coming: Found, burst: Found) -> dict[str, Any]:
 
 
 def lengths_of(played: Playback) -> list[Lengths]:
-    """What is to be computed of each request, as if the prefix cache had had the same share of each."""
+    """Return the tokens to compute of each request, as if the prefix cache held the same share of each prompt."""
     share = 1 - played.cached_tokens / played.prompt_tokens
     requests = [each.request for each in played.times]
     return [Lengths(share * each.prompt_len, each.prompt_len, each.output_len) for each in requests]
 
 
 def computed(trace: Trace, hit_rate: float) -> float:
-    """Tokens to compute; the last of an answer never is."""
+    """Return the number of tokens to compute; the last token of an answer is never computed."""
     return sum((1 - hit_rate) * each.prompt_len + each.output_len - 1 for each in trace.requests)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="the first *conversation*.jsonl of data/, out/ and ../*/data/")
-    parser.add_argument("--scale", type=int, default=16, help="what lengths and times are divided by")
+    parser.add_argument(
+        "--trace", type=Path, help="trace (default: the first *conversation*.jsonl in data/, out/, ../*/data/)"
+    )
+    parser.add_argument("--scale", type=int, default=16, help="divisor of lengths and times")
     parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--load", type=float, default=0.7, help="of what the engine can serve")
+    parser.add_argument("--load", type=float, default=0.7, help="share of the rate that the engine can serve")
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument(
-        "--kv-share", type=float, default=0.5, help="of the trace's distinct blocks, that the cache holds"
+        "--kv-share", type=float, default=0.5, help="share of the trace's distinct blocks that the cache holds"
     )
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="where models are kept")
-    parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results; with --quick, --work)")
-    parser.add_argument("--quick", action="store_true", help="a small model and few requests: whether it runs")
+    parser.add_argument("--work", type=Path, default=ROOT / "out/bench", help="folder where models are kept")
+    parser.add_argument("--out", type=Path, help="folder for the results (benchmarks/results; with --quick, --work)")
+    parser.add_argument("--quick", action="store_true", help="try it out with a small model and few requests")
     options = parser.parse_args()
     if min(options.turns, options.requests - 1, options.max_num_seqs) < 1 or min(options.load, options.kv_share) <= 0:
         parser.error("expected at least one turn, two requests, one sequence, and a load and a share above 0")

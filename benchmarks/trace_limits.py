@@ -1,4 +1,4 @@
-"""What a trace allows at most: of continuous batching by its lengths, of the prefix cache by its blocks."""
+"""The upper bounds that a trace sets: for continuous batching by its lengths, for the prefix cache by its blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from inferc.runtime.simulate.simulate import Replica, play
 from inferc.runtime.simulate.trace import Trace
 from inferc.runtime.step.cost import StepCost, StepWork
 
-CAPACITIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 1.25)  # of the trace's distinct blocks
+CAPACITIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 1.25)  # KV cache sizes, as shares of the trace's distinct blocks
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a request: of its prompt those that no prefix cache has, of all its prompt, and of its answer."""
+    """The token counts of a request: prompt tokens that are not cached, all prompt tokens, and answer tokens."""
 
     computed: float
     prompt: int
@@ -24,7 +24,7 @@ class Lengths:
 
 
 def static_steps(requests: Sequence[Lengths], batch: int, budget: int) -> int:
-    """Steps of batches in order, each over when its longest answer is; budget: tokens of a step."""
+    """Return the steps of static batches in order, each as long as its longest answer; budget: tokens per step."""
     total = 0
     for first in range(0, len(requests), batch):
         group = requests[first : first + batch]
@@ -34,17 +34,17 @@ def static_steps(requests: Sequence[Lengths], batch: int, budget: int) -> int:
 
 
 def continuous_steps(requests: Sequence[Lengths], batch: int, budget: int) -> int:
-    """Fewest steps in which as many at once are served in order, each beginning as soon as another has ended."""
-    ends = [0] * batch  # of what has each place
+    """Return the fewest steps of `batch` concurrent requests in order, each starting as soon as another has ended."""
+    ends = [0] * batch  # the step at which each batch slot becomes free
     for each in requests:
         heapq.heapreplace(ends, ends[0] + each.output)
     return max(*ends, _steps_of(sum(each.computed + each.output - 1 for each in requests), budget))
 
 
 def over_static(requests: Sequence[Lengths], batch: int, budget: int, cost: StepCost) -> tuple[float, float]:
-    """Most that continuous batching can gain: if steps took the same time whatever is in them, and as `cost` says.
+    """Return the largest gain of continuous batching: if all steps took the same time, and by the step costs `cost`.
 
-    By `cost` all but the price of a step itself is the same in both.
+    By `cost`, everything except the fixed cost per step is the same in both.
     """
     steps = [count(requests, batch, budget) for count in (static_steps, continuous_steps)]
     outputs = sum(each.output for each in requests)
@@ -65,19 +65,19 @@ def _steps_of(num_tokens: float, budget: int) -> int:
 
 
 def distinct_tokens(trace: Trace) -> int:
-    """Of prompts, what they share counted once; the last blocks as whole ones."""
+    """Return the number of distinct prompt tokens: shared blocks count once, and last blocks count as full."""
     return len({block for each in trace.requests for block in each.blocks}) * trace.block_tokens
 
 
 def longest_asked(trace: Trace) -> int:
-    """Tokens of the longest prompt and of the longest answer: what a request may come to, for all that is known."""
+    """Return the longest prompt plus the longest answer in tokens: an upper bound of any request's length."""
     return max(each.prompt_len for each in trace.requests) + trace.longest_output
 
 
 def hit_rates(
     trace: Trace, config: SchedulerConfig, vocab_size: int, cost: StepCost, capacities: Sequence[float] = CAPACITIES
 ) -> list[dict[str, float]]:
-    """What the scheduler and cache of `config` find with caches of some sizes, simulated, beside the ideal of each."""
+    """Simulate the prefix cache hit rates of `config` at several cache sizes, beside the ideal rate of each size."""
     rows = []
     for share in capacities:
         blocks = -(-max(int(share * distinct_tokens(trace)), longest_asked(trace)) // config.block_size)

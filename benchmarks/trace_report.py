@@ -1,4 +1,4 @@
-"""The tables and the picture of a trace that was played to the engine."""
+"""The tables and the plot of the results of trace_engine.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD = ["", "TTFT mean", "P50", "P99", "TBT P99", "tokens/s as they come", "all 
 
 
 def tables(result: dict[str, Any]) -> list[Grid]:
-    """What each variant showed, what each part gains with its limit, and what the prefix cache found."""
+    """Return tables of each variant's results, each part's gain with its limit, and the prefix cache hit rates."""
     figures = [[*HEAD, "prefix hits"]]
     for row in result["variants"]:
         times = [f"{row[name]:.0f} ms" for name in TIMES]
@@ -36,8 +36,9 @@ def tables(result: dict[str, Any]) -> list[Grid]:
 def draw(result: dict[str, Any], path: Path) -> None:
     title = (
         f"{result['requests']} conversations, lengths and times divided by {result['scale']}"
-        f" ({result['mean_prompt']:.0f} + {result['mean_output']:.0f} tokens on average), at {result['load']:.0%} of what"
-        f" the engine serves: a Llama of {result['parameters'] / 1e6:.0f} M parameters on {result['threads']} cores"
+        f" ({result['mean_prompt']:.0f} + {result['mean_output']:.0f} tokens on average), at {result['load']:.0%} of"
+        f" what the engine serves: a Llama of {result['parameters'] / 1e6:.0f} M parameters on {result['threads']}"
+        " cores"
     )
     with picture(path, title, (11.5, 7.2), rows=2, columns=2) as axes:
         _draw_times(result["variants"], "ttft", "Time to first token", axes[0, 0])

@@ -1,1 +1,1 @@
-"""Program to files: kernels chosen, code written, an artifact's folder."""
+"""The path from a Program to files: choosing kernels, generating code, and writing an artifact's folder."""

@@ -1,4 +1,4 @@
-"""Lowered Program → artifact folder: the weights in their final layout, the program, the manifest.
+"""The writer of an artifact's folder from lowered Programs: weights in their final layout, programs, the manifest.
 
 Equal input gives equal bytes: no times, no absolute paths, every list in the program's own order.
 """
@@ -14,12 +14,11 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.values import outputs
@@ -45,8 +44,8 @@ log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 4 << 30
 WRITE_BYTES = 16 << 20  # a multiple of a huge page
-COUNT_AT_A_TIME = 1 << 18  # elements: what is left of a piece stays in the processor's cache
-# The exponent's bits, which are all ones in an infinity and in what is not a number.
+COUNT_AT_A_TIME = 1 << 18  # elements of a piece, so few that its temporary arrays stay in the processor's cache
+# The exponent bits of a dtype, which are all ones in an infinity and in a NaN.
 EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -69,7 +68,7 @@ OF_TENSORRT = {
 
 @dataclass
 class PlacedTensor:
-    """A stored tensor and its place: `offset` counts from the first data byte of its file."""
+    """A stored tensor and its place; `offset` counts from the first data byte of its file."""
 
     name: str
     weight: Weight
@@ -86,14 +85,17 @@ class PlacedTensor:
 
 @dataclass
 class WeightFile:
-    """One safetensors file: tensors in the order of the step, filled up to 64 bytes in between."""
+    """A safetensors file: tensors in the order in which the step reads them, each padded to 64 bytes."""
 
     name: str = ""
     tensors: list[PlacedTensor] = field(default_factory=list)
     data_bytes: int = 0
 
     def header(self) -> bytes:
-        """The file up to its first data byte. The format allows no holes, so each filler is a tensor of its own."""
+        """Return the bytes of the file before its first data byte.
+
+        The safetensors format allows no holes, so each padding is a tensor of its own.
+        """
         entries: dict[str, Any] = {"__metadata__": {"format": "inferc"}}
         for tensor in self.tensors:
             end = tensor.offset + tensor.num_bytes
@@ -110,7 +112,7 @@ class WeightFile:
 def plan_weight_files(
     weights: Mapping[str, Weight], max_bytes: int = MAX_FILE_BYTES
 ) -> tuple[list[WeightFile], dict[str, str]]:
-    """Place every weight once; also returns, for each name, the name under which its tensor is stored."""
+    """Place every weight once, and return the files and, for each name, the name under which its tensor is stored."""
     files = [WeightFile()]
     stored: dict[Weight, str] = {}
     names = {}
@@ -130,10 +132,10 @@ def plan_weight_files(
 
 
 class AlignedWriter:
-    """Joins what it is given into writes of `WRITE_BYTES`, each at a multiple of them; the last one may be shorter.
+    """A writer that joins its input into aligned writes of `WRITE_BYTES`; only the last write may be shorter.
 
-    Linux keeps what is written so in huge pages, and whoever maps the file soon has them: decode then reads the weights
-    a tenth faster.
+    Linux keeps data written this way in huge pages, and a process that maps the file soon gets these: decode then reads
+    the weights a tenth faster.
     """
 
     def __init__(self, raw: io.RawIOBase | io.FileIO) -> None:
@@ -165,9 +167,9 @@ class AlignedWriter:
 
 @dataclass
 class ArtifactWriter:
-    """Writes the parts of one artifact into `folder` and keeps the books for its manifest.
+    """A writer of the parts of one artifact into `folder`, which also collects what the manifest lists.
 
-    allow_broken: write weights with a NaN or an infinity too.
+    allow_broken: also write weights with a NaN or an infinity, instead of raising.
     """
 
     folder: OutputFolder
@@ -176,19 +178,19 @@ class ArtifactWriter:
     weights: list[StoredWeight] = field(default_factory=list)
 
     def add(self, name: str, data: bytes) -> None:
-        """A file that is checked whole before use."""
+        """Write a file whose digest readers check as a whole before use."""
         self._write(name, data)
         self.files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def add_mapped(self, name: str, data: memoryview) -> None:
-        """A large file that is mapped, and checked a chunk at a time, as the weights are."""
+        """Write a large file that readers map and check one chunk at a time, as they do the weights."""
         digests = ChunkDigests()
         digests.update(data)
         self._write(name, data)
         self.files[name] = {"bytes": len(data), "xxh3_128": digests.finish()}
 
     def drop_weights(self) -> None:
-        """Delete the files of the weights, which another file of the artifact holds now."""
+        """Delete the files of the weights, whose contents another file of the artifact now holds."""
         for name in {weight.file for weight in self.weights}:
             (self.folder.path / name).unlink()
             del self.files[name]
@@ -201,7 +203,7 @@ class ArtifactWriter:
             raise ConfigError(f"cannot write {self.folder.out / name}: {error.strerror}") from None
 
     def add_weights(self, weights: Mapping[str, Weight], reader: TensorReader, progress: Progress) -> None:
-        """Materialise `weights` into files, a chunk of rows at a time.
+        """Materialise `weights` into files, one chunk of rows at a time.
 
         Raises ArtifactError for a weight with a NaN or an infinity, unless `allow_broken`; ConfigError for a full disk.
         """
@@ -219,7 +221,12 @@ class ArtifactWriter:
             for tensor in file.tensors:
                 places[tensor.name] = (file.name, len(header) + tensor.offset, tensor.num_bytes)
             try:
-                self._write_file(file, header, reader, lambda count, base=done: progress(base + count, total))  # type: ignore[misc]
+                self._write_file(
+                    file,
+                    header,
+                    reader,
+                    lambda count, base=done: progress(base + count, total),  # type: ignore[misc]
+                )
             except OSError as error:
                 raise ConfigError(f"cannot write {self.folder.out / file.name}: {error.strerror}") from None
             done += file.data_bytes
@@ -252,7 +259,10 @@ class ArtifactWriter:
         self.files[file.name] = {"bytes": digests.num_bytes, "xxh3_128": digests.finish()}
 
     def _report_broken(self, tensor: PlacedTensor, count: int, reader: TensorReader) -> None:
-        """Name the checkpoint's tensor, where one is broken: the stored one may be joined from several."""
+        """Raise ArtifactError, or with `allow_broken` warn, for a weight with numbers that are NaN or infinite.
+
+        The message names the checkpoint's tensor if that is broken, since the stored tensor may be joined from several.
+        """
         name, become = tensor.name, f" as {dtype_name(tensor.weight.dtype)}"
         for leaf in tensor.weight.sources():
             found = sum(count_broken(chunk) for chunk in weight_lib.materialize(leaf, reader))
@@ -262,8 +272,8 @@ class ArtifactWriter:
         message = f"tensor {name} has {count} numbers that are NaN or infinite{become}"
         if not self.allow_broken:
             raise ArtifactError(
-                f"{message}; expected finite weights: the checkpoint was saved so, or changed since; take another one (--allow-drift"
-                " compiles it all the same)"
+                f"{message}; expected finite weights: the checkpoint was saved so, or changed since; take another one"
+                " (--allow-drift compiles it all the same)"
             )
         log.warning("%s", message)
 
@@ -275,10 +285,10 @@ class ArtifactWriter:
         file: str = PROGRAM,
         prefix: str = "",
     ) -> None:
-        """`file`: the step struct, the weight table, the lowered graph, and where its values lie.
+        """Write the file of a program: the step's inputs and outputs, the weights, the lowered graph, the memory plan.
 
-        target_fields: what the target's runner must know besides, at the top level; prefix: in front of the program's
-        names of weights when `add_weights` got them.
+        target_fields: the fields that the target's runner needs in addition, at the top level of the file; prefix: what
+        `add_weights` had in front of the program's names of weights.
         """
         step = {
             "inputs": [{"name": node.name, **_type_json(node.meta["val"])} for node in program.inputs()],
@@ -287,18 +297,18 @@ class ArtifactWriter:
         }
         graph = program_lib.to_json(dataclasses.replace(program, weights=_stored_weights(program)))
         stored = {weight.name: weight for weight in self.weights}
-        names = program.weights if stored else ()  # those of a plan are in it
+        names = program.weights if stored else ()  # without stored weights, a plan holds them
         weights = [{**dataclasses.asdict(stored[prefix + name]), "name": name} for name in names]
         data = {**target_fields, "step": step, "weights": weights, "memory_plan": dict(memory_plan), "program": graph}
         self.add(file, json_bytes(data))
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """engine.json, last of all: every file by name, and its own digest."""
+        """Write engine.json as the last file: it lists every other file by name, and has its own digest."""
         self._write(MANIFEST, seal_manifest({**manifest, "files": dict(sorted(self.files.items()))}))
 
 
 def count_broken(chunk: torch.Tensor) -> int:
-    """How many elements are NaN or infinite; of what was quantized its scales tell."""
+    """Return how many elements are NaN or infinite; 0 for quantized elements, whose scales would be broken instead."""
     if not chunk.is_floating_point() or chunk.element_size() == 1:
         return 0
     exponent = EXPONENTS.get(chunk.dtype)
@@ -323,10 +333,10 @@ def program_entry(
     arena: Mapping[str, int],
     kv_layout: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What engine.json says of one program.
+    """Return the entry of one program in engine.json.
 
-    ranks: tp_rank, pp_stage, ep_rank; libraries: ISA to file, best first; cubins: chip, or "ptx", to folder; arena: the
-    keys of `MemoryFormula`.
+    ranks: tp_rank, pp_stage, ep_rank; libraries: instruction set to file, best first; cubins: chip, or "ptx", to
+    folder; arena: the coefficients keyed as `MemoryFormula`.
     """
     groups = program_lib.to_json(program)["kv_groups"]
     layout = dict(kv_layout)
@@ -364,10 +374,10 @@ def make_manifest(
     kernels: Sequence[Mapping[str, Any]],
     plan: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """engine.json but for the files: what the runtime must know before it opens anything else.
+    """Return the contents of engine.json without the list of files: what the runtime reads before any other file.
 
-    host: the kind of machine the libraries run on ("linux-x86_64"), None if there are none; programs: a
-    `program_entry` a rank; plan: what a TensorRT plan needs in order to run.
+    host: the kind of machine that the libraries run on ("linux-x86_64"), or None if there are none; programs: a
+    `program_entry` for each rank; plan: what a TensorRT plan needs in order to run.
     """
     return {
         "format_version": FORMAT_VERSION,
@@ -387,7 +397,7 @@ def make_manifest(
 
 
 def _output_names(program: Program) -> list[str]:
-    """Hidden rows, and the logits where the program has the LM head."""
+    """Return the names of the outputs: hidden, and logits if the program has the LM head."""
     return ["hidden", "logits"][: len(program.output().args[0])]  # type: ignore[arg-type]
 
 
@@ -398,7 +408,7 @@ def _stored(name: str, weight: Weight, file: str, offset: int, num_bytes: int) -
 
 
 def _stored_weights(program: Program) -> dict[str, Weight]:
-    """The weights as the artifact's reader finds them: tensors of its own files, no longer expressions."""
+    """Return the weights as the artifact's reader finds them: tensors of its own files, no longer expressions."""
     stored = {}
     for name, weight in program.weights.items():
         leaf = weight_lib.source(name, weight.shape, weight.dtype)
@@ -407,7 +417,7 @@ def _stored_weights(program: Program) -> dict[str, Weight]:
 
 
 def _hidden_json(program: Program) -> dict[str, Any]:
-    """Type of the rows in front of the LM head, and which value of the memory plan they are."""
+    """Return the type of the hidden rows in front of the LM head, and the name of their value in the memory plan."""
     hidden, _ = outputs(program)
     return {**_type_json(hidden.meta["val"]), "value": hidden.name}
 

@@ -1,6 +1,7 @@
-"""Why a kernel cannot run a node: a reason for people, "" where it can. What several backends' tables ask.
+"""The conditions that several backends' kernels share: each gives a reason why a kernel cannot run a node, or "".
 
-Conditions read dtypes, shapes and arguments of the node only, which are known when a model is compiled.
+Reasons are texts for people. Conditions read only dtypes, shapes and arguments of the node, which are known when a
+model is compiled.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ _MULTIPLIES = ("aten.linear", "inferc.lm_head", "inferc.linear_int8", "inferc.li
 
 
 def is_tied(node: fx.Node, name: str = "weight", by: tuple[str, ...] = _MULTIPLIES) -> bool:
-    """Whether another node, of these ops, multiplies by this node's weight, which is then stored packed and only once."""
+    """Tell whether another node, with one of the ops `by`, multiplies by the weight that this node reads.
+
+    Such a weight is stored packed, and only once.
+    """
     weight = argument(node, name)
     readers = (
         user
@@ -44,7 +48,7 @@ def is_tied(node: fx.Node, name: str = "weight", by: tuple[str, ...] = _MULTIPLI
 
 
 def joined(*reasons: str) -> str:
-    """The reasons there are, in one line."""
+    """Join the reasons that are not empty into one line."""
     return ", and ".join(reason for reason in reasons if reason)
 
 
@@ -79,7 +83,7 @@ def head_dim_fits(dim: int) -> str:
 
 
 def heads_fit(node: fx.Node) -> str:
-    """attention.h: heads of at most 512 elements in steps of 16."""
+    """Check the limits of attention.h: heads of at most 512 elements, in steps of 16."""
     num_heads, dim = shape_of(node, "q")[1:]
     block_size, num_kv_heads = shape_of(node, "kv_cache")[3:5]
     cached = cached_dim(node)
@@ -101,7 +105,7 @@ def routing_fits(node: fx.Node) -> str:
 
 
 def is_common_score(node: fx.Node) -> str:
-    """Why a router does not fit a backend that has the scores that most models use."""
+    """Check that a router has one of the score functions that most models use."""
     score = argument(node, "score")
     return (
         f"routing by {score}: expected one of softmax and sigmoid, of all or of the chosen"
@@ -132,7 +136,10 @@ def cache_fits(node: fx.Node, dtype: torch.dtype, in_int8: bool) -> str:
 
 
 def broadcasts(node: fx.Node) -> str:
-    """The ops broadcast by themselves, but what an expression does not use widens nothing."""
+    """Check that an input has the shape of the result.
+
+    The backend's ops broadcast by themselves, but an input that the expression does not use would widen nothing.
+    """
     shapes, made = [tuple(each.meta["val"].shape) for each in argument(node, "inputs")], tuple(node.meta["val"].shape)
     return (
         ""

@@ -1,4 +1,4 @@
-"""How the rows of a fused elementwise expression divide, for every target that computes them row by row."""
+"""How each row of a fused elementwise expression is divided, for every target that computes it row by row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import fx
 
 
 def parts(node: fx.Node) -> tuple[int, int] | None:
-    """(parts, width): how a row divides, so that every input is whole, or repeated, or one number in each part."""
+    """Return (parts, width), a division of a row, or None if there is none.
+
+    In each part an input is whole, or repeated, or one number.
+    """
     sizes = [int(size) for size in node.meta["val"].shape[1:]]
     inputs: Any = node.args[0]
     shapes = [padded_sizes(each, len(sizes)) for each in inputs]
@@ -25,7 +28,10 @@ def parts(node: fx.Node) -> tuple[int, int] | None:
 
 
 def padded_sizes(node: fx.Node, count: int) -> list[int]:
-    """An input's sizes, aligned with the result's but for its tokens; a weight has no tokens."""
+    """Return an input's sizes without the axis of tokens, padded with 1 in front to `count` axes.
+
+    A weight has no axis of tokens.
+    """
     shape = list(node.meta["val"].shape)
     if node.op != "get_attr":
         shape = shape[1:]

@@ -1,4 +1,4 @@
-"""The ops that the references compute in lowered programs: the table of the `reference` target, which runs all that others do."""
+"""The table of the `reference` target, whose ops are computed by their references: all ops that other targets have."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The segments of a paged program: runs of nodes that an engine computes, between the nodes that kernels of ours do.
+"""The segments of a paged program: runs of nodes that an engine computes, between the nodes of inferc's own kernels.
 
-`partition_segments` numbers them in `meta["segment"]`. Views and slices have no number: whoever reads one makes it anew, of the
-value that it is of.
+`partition_segments` numbers them in `meta["segment"]`. Views and slices have no number: every reader of a view makes it
+again from its source.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import fx
 from inferc.ir.program import Program, dtype_name, target_name
 
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.slice.Tensor)
-ROWS = {"token_ids": "tokens", "logits_rows": "rows"}  # inputs of the step, and what their rows are
+ROWS = {"token_ids": "tokens", "logits_rows": "rows"}  # inputs of the step, and the kind of their rows
 
 
 @dataclass(frozen=True)
 class Segment:
     """Nodes that run as one call of an engine.
 
-    inputs: what it reads of others, by the engine's name for it: values, inputs of the step, and one node for each weight. outputs: the
-    values of its own that others read. engine: of equal segments of different layers the same. rows: what its results are
-    rows of, "tokens" or "rows".
+    inputs: what the segment reads of other nodes, by the engine's name for it: values, inputs of the step, and one node
+    for each weight. outputs: those of its own values that others read. engine: the engine's name, the same for equal
+    segments of different layers. rows: the kind of the rows of its results, "tokens" or "rows".
     """
 
     number: int
@@ -39,7 +39,7 @@ class Segment:
 
     @property
     def layer(self) -> int | None:
-        """Of its first node that has one."""
+        """The layer of the segment's first node that has one."""
         return next((node.meta["layer"] for node in self.nodes if node.meta.get("layer") is not None), None)
 
 
@@ -49,14 +49,14 @@ def segment_of(node: fx.Node) -> int | None:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """The value that a view is of; any other node is its own."""
+    """Return the value that a view is of; any other node is its own source."""
     while node.op == "call_function" and node.target in VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that read a value, through views of it too."""
+    """Yield the nodes that read a value, directly or through views of it."""
     for user in node.users:
         if user.op == "call_function" and user.target in VIEWS:
             yield from readers(user)
@@ -65,17 +65,17 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def stays_inside(node: fx.Node) -> bool:
-    """Whether a value is its segment's own affair, and needs no place."""
+    """Tell whether only a value's own segment reads it, so that it needs no place in memory."""
     return segment_of(node) is not None and all(segment_of(each) == segment_of(node) for each in readers(node))
 
 
 def row_kinds(program: Program) -> dict[str, str]:
-    """By the symbol of axis 0: what a value has rows of."""
+    """Return the kind of rows of values, "tokens" or "rows", by the symbol of their axis 0."""
     return {str(node.meta["val"].shape[0]): ROWS[node.name] for node in program.inputs() if node.name in ROWS}
 
 
 def segments_of(program: Program) -> tuple[Segment, ...]:
-    """In the order in which they run; none in a program that was not partitioned."""
+    """Return the segments in the order in which they run; none for a program that was not partitioned."""
     nodes: dict[int, list[fx.Node]] = {}
     for node in program.graph.nodes:
         number = segment_of(node)
@@ -94,7 +94,7 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
 
 
 def _inputs(nodes: list[fx.Node]) -> dict[str, fx.Node]:
-    """In the order in which they are first read."""
+    """Return the inputs of a segment's nodes, in the order in which they are first read."""
     own, found, names = set(nodes), dict[str, fx.Node](), dict[Any, str]()
     for node in nodes:
         for read in map(source_of, node.all_input_nodes):
@@ -113,7 +113,10 @@ def _inputs(nodes: list[fx.Node]) -> dict[str, fx.Node]:
 def _signature(
     nodes: list[fx.Node], inputs: dict[str, fx.Node], outputs: dict[str, fx.Node], kinds: dict[str, str]
 ) -> str:
-    """Equal for segments that one engine computes: all but which weights and values it is given."""
+    """Return a digest that is equal for segments that one engine can compute.
+
+    It covers everything but which weights and values the segment is given.
+    """
     names: dict[Any, str] = {str(each.target) if each.op == "get_attr" else each: name for name, each in inputs.items()}
     lines: list[Any] = [[name, _type(each, kinds)] for name, each in inputs.items()]
 
@@ -138,7 +141,7 @@ def _signature(
 
 def _type(node: fx.Node, kinds: dict[str, str]) -> list[Any]:
     value = node.meta["val"]
-    if isinstance(value, tuple):  # which stays inside: others are given its parts
+    if isinstance(value, tuple):  # it stays inside the segment: others read its parts
         return []
     sizes = [size if isinstance(size, int) else kinds.get(str(size), str(size)) for size in value.shape]
     return [dtype_name(value.dtype), sizes]

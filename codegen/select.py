@@ -1,4 +1,4 @@
-"""Which kernel runs a node: the first of a table that does, or a refusal that says why none does.
+"""The choice of the kernel that runs a node: the first of a table that can, or an error that says why none can.
 
 Selection happens at compile time and reads dtypes, shapes and the target only; the chosen kernel's name is stored in
 the node and in the artifact.
@@ -18,12 +18,12 @@ from inferc.targets import Target
 
 
 def needs_kernel(node: fx.Node) -> bool:
-    """Whether the node computes something (aliases, inputs, weights and the output do not)."""
+    """Tell whether the node computes something (aliases, inputs, weights and the output do not)."""
     return node.op == "call_function" and target_name(node.target) not in ALIAS_OPS
 
 
 def select(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> Kernel:
-    """The first of `kernels` that runs `node` on `target`.
+    """Return the first of `kernels` that runs `node` on `target`.
 
     Raises UnsupportedError naming the node, the target and the reasons of the op's kernels.
     """
@@ -45,7 +45,7 @@ def select(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> Kernel
 
 
 def cannot_run(node: fx.Node, target: Target | None = None) -> UnsupportedError:
-    """The refusal of a model that needs an op which is not built, on `target` or anywhere."""
+    """Return the error for a model that needs an op which has no kernel, on `target` or on any."""
     on = f" on target {target}" if target else ""
     op = target_name(node.target)
     if op.partition(".")[0] not in ("aten", "inferc") and "." in op:
@@ -57,7 +57,7 @@ def cannot_run(node: fx.Node, target: Target | None = None) -> UnsupportedError:
 
 
 def kernel_named(name: str, kernels: tuple[Kernel, ...]) -> Kernel:
-    """The row that a node's `meta["kernel"]` names."""
+    """Return the kernel that a node's `meta["kernel"]` names; raise UnsupportedError if there is none."""
     for kernel in kernels:
         if kernel.name == name:
             return kernel
@@ -65,7 +65,7 @@ def kernel_named(name: str, kernels: tuple[Kernel, ...]) -> Kernel:
 
 
 def chosen_kernel(node: fx.Node, backend: str, kernels: tuple[Kernel, ...]) -> Kernel:
-    """The kernel that was chosen for `node`. Raises UnsupportedError if none was, or another backend's."""
+    """Return the kernel that was chosen for `node`; raise UnsupportedError if none was, or another backend's."""
     if "kernel" not in node.meta:
         raise UnsupportedError(f"{name_of(node)}: {target_name(node.target)} has no kernel; run choose_kernels")
     kernel = kernel_named(node.meta["kernel"], kernels)

@@ -1,6 +1,6 @@
-"""Where the values of a lowered program lie, as the code of any target addresses them.
+"""The operands of a lowered program's kernels: where its values lie in memory, for the code of every target.
 
-A value is rows in a pool of the arena: a byte offset per row, a column (views and slices move it) and a row stride.
+A value is rows in a pool of the arena: a byte offset per row, a column (which views and slices move) and a row stride.
 Slices and views have no storage of their own.
 """
 
@@ -19,14 +19,14 @@ from inferc.ir.program import Program, name_of, target_name
 
 
 class Place(Protocol):
-    """One value in the memory plan."""
+    """The place of one value in the memory plan."""
 
     @property
     def pool(self) -> str: ...  # "T", "S", "B" or "sample"
     @property
-    def row_bytes(self) -> int: ...  # from one row to the next
+    def row_bytes(self) -> int: ...  # bytes from one row to the next
     @property
-    def offset(self) -> int: ...  # bytes per row, before it in its pool
+    def offset(self) -> int: ...  # bytes per row in front of it in its pool
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,22 @@ class Operand:
     dtype: torch.dtype
     pool: str
     offset: int
-    column: int  # bytes
-    stride: int  # elements
-    width: int  # elements of a row that are the value's
-    row_bytes: int  # of the storage, from offset on
-    shifted: bool = False  # of the step's rows, seen from `sample`: starts at the first row of the 64
+    column: int  # in bytes
+    stride: int  # in elements
+    width: int  # elements of a row that belong to the value
+    row_bytes: int  # bytes per row of the storage, from `offset` on
+    # Whether the value has rows of the step but is read in the `sample` part, where it starts at the first of 64 rows.
+    shifted: bool = False
 
     @property
     def extent(self) -> tuple[str, int, int]:
-        """What a write to it touches: (pool, first, last + 1) in bytes per row."""
+        """The memory that a write to the operand touches: (pool, first, last + 1) in bytes per row."""
         return self.pool, self.offset, self.offset + self.row_bytes
 
 
 @dataclass
 class Values:
-    """Finds the operand of every node. `sampled` holds the nodes of the sample part."""
+    """The operands of a program's nodes; `sampled` holds the nodes of the sample part."""
 
     program: Program
     places: Mapping[str, Place]
@@ -61,7 +62,7 @@ class Values:
         self.weight_index = {name: index for index, name in enumerate(self.program.weights)}
 
     def operand(self, node: fx.Node) -> Operand:
-        """The operand of a node that has rows; follows views and slices to their storage."""
+        """Return the operand of a node that has rows, following views and slices to their storage."""
         op = target_name(node.target) if node.op == "call_function" else node.op
         if op == "aten.view":
             source = self.operand(node.args[0])  # type: ignore[arg-type]
@@ -109,13 +110,13 @@ class Values:
         return self._with(source, column, math.prod(_sizes(node)))
 
     def weight(self, node: fx.Node) -> int:
-        """The weight's place in the step's table."""
+        """Return the index of a weight in the step's table."""
         if node.op != "get_attr":
             raise UnsupportedError(f"{name_of(node)}: {node.op} where a kernel reads a weight")
         return self.weight_index[str(node.target)]
 
     def cache_group(self, node: fx.Node) -> int:
-        """The KV group whose cache the node is (an input, or what a write returned)."""
+        """Return the KV group whose cache the node is (an input, or the result of a write)."""
         while node.op != "placeholder":
             if target_name(node.target) == "getitem":
                 node = node.args[0]  # type: ignore[assignment]
@@ -126,7 +127,7 @@ class Values:
 
 
 def outputs(program: Program) -> tuple[fx.Node, fx.Node | None]:
-    """The hidden rows and the logits, which only the last pipeline stage has."""
+    """Return the hidden rows and the logits, which only the last pipeline stage has."""
     results = program.output().args[0]
     assert isinstance(results, (tuple, list)) and len(results) in (1, 2), "a lowered program returns (hidden, logits)"
     hidden, logits = (*results, None)[:2]
@@ -135,7 +136,7 @@ def outputs(program: Program) -> tuple[fx.Node, fx.Node | None]:
 
 
 def part(node: fx.Node, index: int) -> fx.Node | None:
-    """The getitem that takes result `index` of a node with several, if anything reads it."""
+    """Return the getitem that takes result `index` of a node with several results, or None if nothing reads it."""
     for user in node.users:
         if target_name(user.target) == "getitem" and user.args[1] == index:
             return user

@@ -1,5 +1,7 @@
-"""Writes deploy/prometheus/alerts.yml and deploy/grafana/inferc.json: `make dashboards`. A test holds them beside this file, and
-every name that they use beside the metrics that a server has."""
+"""Write deploy/prometheus/alerts.yml and deploy/grafana/inferc.json; `make dashboards` runs this file.
+
+A test checks that both files are up to date, and that every metric name in them is one that a server exports.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ HEAD = "# Written by deploy/observability.py (`make dashboards`): change it ther
 
 @dataclass(frozen=True)
 class Alert:
-    """When it fires: `expr`, where W stands for the window and L for a long one, for as long as `hold` says."""
+    """An alert rule for Prometheus.
+
+    In `expr`, W stands for the window and L for a long window. If `holds` is true, the expression must hold for the
+    time HOLD before the alert fires; otherwise it fires at once.
+    """
 
     name: str
     expr: str
@@ -49,7 +55,8 @@ ALERT_RULES: tuple[Alert, ...] = (
     ),
     Alert(
         "InfercThroughputDropped",
-        # All of them, and those of each sequence that runs or waits: of fewer requests fewer tokens come, but each gets as many.
+        # Both the total rate and the rate per running or waiting sequence must drop: fewer requests give fewer tokens
+        # in total, but each sequence still gets as many.
         "rate(inferc_output_tokens_total[W]) < 0.5 * rate(inferc_output_tokens_total[W] offset L)"
         f" and rate(inferc_output_tokens_total[W]) / ({AT_WORK} > 0)"
         f" < 0.5 * rate(inferc_output_tokens_total[W] offset L) / ({AT_WORK_BEFORE} > 0)",
@@ -143,7 +150,7 @@ ALERT_RULES: tuple[Alert, ...] = (
 
 
 def alerts(window: str = WINDOW, hold: str = HOLD, long: str = LONG) -> str:
-    """The rules as Prometheus reads them."""
+    """Return the alert rules as YAML for Prometheus."""
     lines = [HEAD + "groups:", "  - name: inferc", "    rules:"]
     for alert in ALERT_RULES:
         expr = re.sub(r"\[W\]", f"[{window}]", alert.expr).replace("offset L", f"offset {long}")
@@ -165,14 +172,14 @@ def alerts(window: str = WINDOW, hold: str = HOLD, long: str = LONG) -> str:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart: its queries, each with the words that stand for it. R is the dashboard's interval."""
+    """A chart of the dashboard: its queries, each with its legend; R in a query is the dashboard's interval."""
 
     title: str
     queries: tuple[tuple[str, str], ...]
     unit: str = "short"
     help: str = ""
     width: int = 8
-    thresholds: tuple[tuple[str, float], ...] = ()  # a colour from this value on
+    thresholds: tuple[tuple[str, float], ...] = ()  # pairs of a colour and the value from which it applies
     kind: str = "timeseries"
     most: float | None = None
 
@@ -393,7 +400,7 @@ INSTANCE = '{instance=~"$instance"}'
 
 
 def dashboard() -> str:
-    """The dashboard as Grafana imports it."""
+    """Return the dashboard as JSON that Grafana imports."""
     panels = list(_panels())
     variables = [
         {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},

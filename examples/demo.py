@@ -1,4 +1,4 @@
-"""What `make demo` runs: compile the model that ships, generate, serve, stream from a client, stop.
+"""Run the demo of `make demo`: compile the shipped model, generate, serve, stream from a client, stop.
 
 python examples/demo.py [OUT]
 """
@@ -46,7 +46,8 @@ def main(out: str = "out/tiny-llama") -> None:
     print(f"  inferc inspect {out}                  what an artifact holds; {out}/graph has every pass as text")
     print(f"  inferc eval {out} --text examples/models/eval.txt")
     print(
-        "  inferc compile YOUR_MODEL -o out/yours        a Hugging Face folder of your own; then `inferc serve out/yours`"
+        "  inferc compile YOUR_MODEL -o out/yours        a Hugging Face folder of your own; then `inferc serve"
+        " out/yours`"
     )
 
 

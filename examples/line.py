@@ -1,6 +1,6 @@
-"""The whole line in one sitting: a Hugging Face folder becomes a graph, an artifact, and ten tokens. Read it from top to bottom.
+"""A minimal version of inferc in one file: a Hugging Face folder becomes a graph, an artifact, and ten tokens.
 
-python examples/line.py [MODEL] [OUT] [PROMPT]. inferc does the same at full size; each step names the room that it has there.
+python examples/line.py [MODEL] [OUT] [PROMPT]. Read it from top to bottom; each step names its full-size folder.
 """
 
 import ctypes
@@ -25,14 +25,15 @@ aten = ops.aten
 TINY_LLAMA = Path(__file__).parent / "models" / "tiny-llama"
 NUM_TOKENS = 10
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# Passes (passes/): each edits the graph and returns how often it did. A `Rewrite` replaces a pattern by an op: here RMSNorm, of which
-# model code makes seven ops that each read and write all activations.
+# ----------------------------------------------------------------------------------------------------------------------
+# Passes (passes/): each pass edits the graph and returns the number of edits. A `Rewrite` replaces a pattern by one op.
+# Here the pattern is RMSNorm, which model code spells as seven ops that each read and write all activations.
 
 
 def spelled_out(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     variance = aten.mean.dim(aten.pow.Tensor_Scalar(x, 2), [-1], True)
-    return aten.mul.Tensor(aten.mul.Tensor(x, aten.rsqrt.default(aten.add.Tensor(variance, eps))), weight)
+    out: Tensor = aten.mul.Tensor(aten.mul.Tensor(x, aten.rsqrt.default(aten.add.Tensor(variance, eps))), weight)
+    return out
 
 
 def one_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,7 +44,7 @@ fuse_rms_norm = extend.Rewrite("fuse_rms_norm", spelled_out, one_op)
 
 
 class LastRow:
-    """Compute logits for the last token alone. A pass without a pattern is plain torch.fx."""
+    """A pass that computes logits for the last token alone; a pass without a pattern is plain torch.fx."""
 
     name = "last_row"
 
@@ -53,14 +54,14 @@ class LastRow:
             last = program.graph.call_function(aten.slice.Tensor, (head.args[0], 1, -1, 2**63 - 1))
         head.replace_input_with(head.all_input_nodes[0], last)
         nodes = list(program.graph.nodes)
-        extend.infer_types(program, nodes[nodes.index(last) : -1])  # every node has a type, which passes read
+        extend.infer_types(program, nodes[nodes.index(last) : -1])  # passes read the type of every node
         return 1
 
 
 PASSES = (Canonicalise(), fuse_rms_norm, LastRow())
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# A kernel (codegen/cpp/kernels): what runs the op above. inferc has one for every op, and the calls between them are C++ too.
+# ----------------------------------------------------------------------------------------------------------------------
+# A kernel (codegen/cpp/kernels) runs the op above. inferc has one for every op, and its calls between them are C++ too.
 
 KERNEL = """
 #include <cmath>
@@ -75,8 +76,8 @@ extern "C" void rms_norm(const float* x, const float* weight, float* out, long r
 """
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# Compile (src/inferc/compiler): capture, passes, artifact. Nothing of transformers is left in what it writes.
+# ----------------------------------------------------------------------------------------------------------------------
+# Compile (src/inferc/compiler): capture, passes, artifact. The artifact does not depend on transformers.
 
 
 def compile_model(model: Path, out: Path) -> None:
@@ -101,9 +102,10 @@ def count(program: extend.Program) -> int:
     return sum(node.op == "call_function" for node in program.graph.nodes)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# Run (runtime/): the artifact alone. inferc's runtime has no torch; it keeps K and V in blocks instead of computing them anew for each
-# token, and steps many sequences at once (runtime/scheduler, runtime/kv_cache).
+# ----------------------------------------------------------------------------------------------------------------------
+# Run (runtime/): only the artifact is needed. inferc's runtime has no torch. It keeps K and V in blocks of a KV cache
+# instead of computing them again for each token, and steps many sequences at once (runtime/scheduler,
+# runtime/kv_cache).
 
 
 class Engine:
@@ -119,7 +121,7 @@ class Engine:
         return out
 
     def step(self, ids: list[int]) -> int:
-        """The token that comes next, greedily."""
+        """Return the next token, chosen greedily."""
         inputs = {"token_ids": torch.tensor([ids]), "positions": torch.arange(len(ids))[None]}
         calls = {ops.inferc.rms_norm.default: self.rms_norm}
         (logits,) = self.program.run(inputs, self.weights.__getitem__, calls=calls)

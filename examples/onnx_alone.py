@@ -1,4 +1,4 @@
-"""Run an artifact that was compiled for onnxruntime by onnxruntime alone, without inferc.
+"""Run an artifact that was compiled for onnxruntime with onnxruntime alone, without inferc.
 
 python examples/onnx_alone.py OUT [PROMPT]          # OUT: of `inferc compile MODEL -o OUT --target onnx`
 """
@@ -13,9 +13,9 @@ COUNT = 32
 
 
 def main(out: str, prompt: str = "def add(a, b):") -> None:
-    onnxruntime.set_default_logger_severity(3)  # K and V are copied in each call here, which it tells every time
+    onnxruntime.set_default_logger_severity(3)  # hides the warning in each call that K and V are copied
     options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.x64quantprecision", "1")  # for w8a8, on a processor without VNNI
+    options.add_session_config_entry("session.x64quantprecision", "1")  # needed for w8a8 on a processor without VNNI
     session = onnxruntime.InferenceSession(f"{out}/model.onnx", options)
     tokenizer = tokenizers.Tokenizer.from_file(f"{out}/tokenizer/tokenizer.json")
     ids = list(tokenizer.encode(prompt).ids)

@@ -1,4 +1,4 @@
-"""A pass, an op and a C++ kernel of your own: OLMo 2 adds a norm to the residual, here in one kernel instead of two.
+"""An example of a custom pass, op and C++ kernel: OLMo 2's norm and residual addition in one kernel instead of two.
 
 python examples/own_pass.py [OUT], or inferc compile MODEL -o OUT --pass examples/own_pass.py:fuse_add_rms_norm"""
 

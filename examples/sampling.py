@@ -1,4 +1,4 @@
-"""Several answers to one prompt: seeds, stop strings, log probabilities.
+"""Sample several answers to one prompt, with seeds, stop strings and log probabilities.
 
 python examples/sampling.py OUT
 """
@@ -10,7 +10,7 @@ from inferc import LLM
 
 def main(out: str = "out/tiny-llama") -> None:
     with LLM(out) as llm:
-        # What is not said here takes the model's own defaults.
+        # Parameters that are not given here take the model's own defaults.
         params = llm.sampling_params(
             n=3, temperature=0.8, top_p=0.95, seed=7, max_tokens=24, stop=("\n\n",), logprobs=1
         )

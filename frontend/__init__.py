@@ -1,1 +1,1 @@
-"""Hugging Face ends here: a model folder becomes a Program."""
+"""The frontend: it turns a Hugging Face model folder into a Program, and no later stage knows Hugging Face."""

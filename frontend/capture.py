@@ -1,4 +1,4 @@
-"""Load a model and capture it as a Program, checked; what was captured last is kept."""
+"""The capture of a model as a checked Program, with a cache of the last captures."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def capture(
     *,
     check: bool = True,
 ) -> Program:
-    """Load `model` (folder, hub id, transformers causal LM, or what `load` returned) and capture it, checked.
+    """Load `model` (folder, hub id, transformers causal LM, or the result of `load`) and capture it, checked.
 
-    dtype is that of activations and weights; max_model_len (tokens; by default what the model was trained for) fixes a
-    rope that depends on length (see trace/rope.py), which `info["rope"]` then says and a warning. With `check` a small random
-    copy must give the reference's logits, and a module those of its class and config (see check.py).
+    dtype is that of activations and weights. max_model_len (in tokens; by default what the model was trained for) fixes
+    a rope that depends on length (see trace/rope.py); `info["rope"]` and a warning then tell so. With `check`, a small
+    random copy must give the logits of the reference, and a module those of its class and config (see check.py).
 
-    What was captured last is kept, so that compiling a model for several targets traces it once; modules in memory,
-    whose code may have changed, are captured anew.
+    The last captures are kept, so that compiling a model for several targets traces it once. Modules in memory are
+    captured every time, since their code may have changed.
     """
     if isinstance(model, torch.nn.Module):
         checkpoint = load_module(model)
@@ -51,12 +51,12 @@ def capture(
 
 
 def forget_captures() -> None:
-    """Capture anew what was captured before, as after a change of the code that captures."""
+    """Forget the captures that are kept, as is needed after a change of the code that captures."""
     _KEPT.programs.clear()
 
 
 class _Kept:
-    """The programs that were captured last, as text, since whoever gets one changes it."""
+    """A cache of the last captured programs, kept as text because whoever gets a program changes it."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -82,9 +82,10 @@ _KEPT = _Kept(most=32)
 
 
 def _key(checkpoint: Checkpoint, dtype: str, max_model_len: int | None) -> str | None:
-    """The key under which a capture is kept: all that a program is made of, without the weights' values and the folder's name.
+    """Return the key under which a capture is kept: all that a program depends on.
 
-    None, and nothing is kept, where values matter too: they decide whether tensors that are tied and stored both stay tied.
+    Values of weights and the folder's name are not part of it. The key is None, so that nothing is kept, where values
+    matter too: they decide whether tensors that are both tied and stored stay tied.
     """
     if getattr(checkpoint.config, "tie_word_embeddings", False):
         tied = getattr(checkpoint.model_class, "_tied_weights_keys", None) or ()

@@ -1,8 +1,9 @@
-"""Is the captured graph the model? Checked before anything is emitted, as a capture can be silently wrong.
+"""The checks that a captured graph computes what the model computes, made before anything is emitted.
 
-A module in memory must be what its class makes of its config. Every layer must hold one attention node; and a small random
-copy of the model, with every distinct kind of layer, must give the logits that transformers' own eager code gives. Of a
-model in float32 that is small itself, the program that was captured must.
+A capture can be silently wrong, so: a module in memory must compute what its class makes of its config. Every layer
+must hold one attention node. A small random copy of the model, with every distinct kind of layer, must give the logits
+that transformers' own eager code gives; for a float32 model that is small itself, the captured program itself must give
+them.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-4  # largest difference of two logits, relative to the largest logit, both in float32
 NUM_TOKENS = 24
-# The same of a module and its rebuild, which run the same code; only threads may add in another order.
+# The same difference between a module and its rebuild, which run the same code; only threads may add in another order.
 MODULE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NUM_MODULE_TOKENS = 16
-MAX_PARAMETERS, MAX_OWN_WINDOW = 1 << 24, 64  # of a model in float32 that needs no copy
-MAX_WINDOW = 7  # attention windows of the copy: NUM_TOKENS reaches beyond three of them
-LAST_POSITION = 8192  # the copy is run up to here, or to the end of the context, so that rope scaling is in force
-# Sizes that a copy may have smaller, and how small: what happens to a number does not depend on them.
+MAX_PARAMETERS, MAX_OWN_WINDOW = 1 << 24, 64  # limits of a float32 model that is checked without a copy
+MAX_WINDOW = 7  # the attention windows of the copy: NUM_TOKENS reaches beyond three of them
+# The copy is run up to this position, or to the end of the context, so that rope scaling is in force.
+LAST_POSITION = 8192
+# The sizes that a copy may reduce, and to what: they do not change which computations are applied to an element.
 VOCABULARY = {"vocab_size": 512}
 INNER = dict.fromkeys(
     ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner"), 64
@@ -46,7 +48,7 @@ WINDOWS = dict.fromkeys(("sliding_window", "attention_chunk_size"), MAX_WINDOW)
 
 
 def check_capture(program: Program, checkpoint: Checkpoint, max_model_len: int | None = None) -> None:
-    """Raise ExportError, naming what differs, unless `program` computes what the checkpoint's model computes."""
+    """Raise ExportError, naming the difference, unless `program` computes what the checkpoint's model computes."""
     check_attention_count(program, checkpoint.name)
     length = sequence_length(checkpoint.config, max_model_len)
     own = _other_weights(program, checkpoint) if _is_small(program) else None
@@ -73,7 +75,7 @@ def check_capture(program: Program, checkpoint: Checkpoint, max_model_len: int |
 def check_module(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedError unless a checkpoint's module computes what its class makes of its config.
 
-    What is compiled is the class, its config and the module's tensors: another activation or scale that was put into the
+    The compiler reads the class, its config and the module's tensors: another activation or scale that was put into the
     module after it was built would be lost.
     """
     if checkpoint.module is None:
@@ -95,7 +97,7 @@ def check_module(checkpoint: Checkpoint) -> None:
 def random_copy(
     program: Program, checkpoint: Checkpoint, dtype: str, min_layers: int = 1, parts: int = 1
 ) -> Checkpoint:
-    """A small random model in `dtype` with every distinct kind of layer of `program`, as a checkpoint in memory.
+    """Return a small random model in `dtype` with every distinct kind of layer of `program`, as a checkpoint.
 
     It has at least `min_layers` layers, and inner sizes that can be cut in `parts`.
     """
@@ -107,7 +109,7 @@ def random_copy(
 
 
 def check_attention_count(program: Program, where: str) -> None:
-    """Every layer has one attention node."""
+    """Raise ExportError unless every layer has exactly one attention node."""
     expected = program.info["num_attention_layers"]
     layers = Counter(node.meta["layer"] for node in program.graph.nodes if _is(node, "inferc.attention"))
     found = {layer: layers.get(layer, 0) for layer in range(expected) if layers.get(layer, 0) != 1}
@@ -131,7 +133,7 @@ def check_attention_count(program: Program, where: str) -> None:
 
 
 def _listed(layers: list[int]) -> str:
-    """`layer 3 has`, or `layers 0, 2 and 4 have` of a few."""
+    """Return `layer 3 has` for one layer, or `layers 0, 2 and 4 have` for a few."""
     if len(layers) == 1:
         return f"layer {layers[0]} has"
     first = ", ".join(str(layer) for layer in layers[:3])
@@ -139,7 +141,7 @@ def _listed(layers: list[int]) -> str:
 
 
 def distinct_prefix(program: Program) -> int:
-    """How many layers from the first on hold every distinct layer of the program."""
+    """Return how many layers, from the first on, contain every distinct layer of the program."""
     first: dict[tuple[str, ...], int] = {}
     for layer, nodes in layer_nodes(program).items():
         first.setdefault(fingerprint(nodes), layer)
@@ -147,7 +149,7 @@ def distinct_prefix(program: Program) -> int:
 
 
 def layer_nodes(program: Program) -> dict[int, list[fx.Node]]:
-    """The call nodes of each layer, in order."""
+    """Return the call nodes of each layer, in order."""
     layers: dict[int, list[fx.Node]] = {layer: [] for layer in range(program.info["num_attention_layers"])}
     for node in program.graph.nodes:
         if node.op == "call_function" and node.meta["layer"] is not None:
@@ -156,7 +158,7 @@ def layer_nodes(program: Program) -> dict[int, list[fx.Node]]:
 
 
 def fingerprint(nodes: list[fx.Node]) -> tuple[str, ...]:
-    """Equal for layers that do the same to other weights: ops, arguments, shapes and dtypes."""
+    """Return a text that is equal for layers that do the same with other weights: ops, arguments, shapes, dtypes."""
     index = {node: f"%{position}" for position, node in enumerate(nodes)}
 
     def text(arg: Any) -> str:
@@ -176,7 +178,7 @@ def fingerprint(nodes: list[fx.Node]) -> tuple[str, ...]:
 
 
 def _rebuild(checkpoint: Checkpoint) -> Any:
-    """What the class makes of the config, over the module's own tensors: nothing large is copied."""
+    """Build the model of the class and config over the module's own tensors, so that nothing large is copied."""
     module: Any = checkpoint.module
     attention = getattr(module.config, "_attn_implementation", None)
     model = trace.build(checkpoint.model_class, checkpoint.config, torch.float32, "meta", attention=attention)
@@ -187,14 +189,14 @@ def _rebuild(checkpoint: Checkpoint) -> Any:
         for name in part._buffers:
             if owner is not None and owner._buffers.get(name) is not None:
                 part._buffers[name] = owner._buffers[name].clone()
-        for name, value in vars(part).items():  # constants that are no buffers: values of the config's, like those
+        for name, value in vars(part).items():  # constants that are no buffers: their values come from the config too
             if isinstance(value, Tensor) and value.is_meta and isinstance(getattr(owner, name, None), Tensor):
                 setattr(part, name, getattr(owner, name))
     return model
 
 
 def _run_module(module: Any, name: str) -> Tensor:
-    """Float32 logits of a few fixed tokens, in eval mode, on the module's device."""
+    """Return float32 logits of a few fixed tokens, in eval mode, on the module's device."""
     num_tokens = min(NUM_MODULE_TOKENS, context_length(module.config).trained or NUM_MODULE_TOKENS)
     generator = torch.Generator().manual_seed(2)
     token_ids = torch.randint(0, int(module.config.vocab_size), (1, num_tokens), generator=generator)
@@ -203,7 +205,7 @@ def _run_module(module: Any, name: str) -> Tensor:
     try:
         with trace.quiet(), torch.no_grad():
             logits: Tensor = module(input_ids=token_ids.to(module.device), use_cache=False).logits
-    except Exception as error:  # whatever the module's code raises
+    except Exception as error:  # the module's code may raise anything
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedError(
             f"{name}: the module does not run as its class does ({type(error).__name__}: {reason}); give one that is as"
@@ -219,7 +221,7 @@ def _run_module(module: Any, name: str) -> Tensor:
 
 
 def _small_model(program: Program, checkpoint: Checkpoint, num_layers: int, parts: int = 1) -> Any:
-    """The model with `num_layers` layers, small where it may be, in float32 with random weights, on the CPU."""
+    """Build the model with `num_layers` layers and reduced sizes, in float32 with random weights, on the CPU."""
     inner = {name: max(limit, weight_lib.PANEL * parts) for name, limit in INNER.items()}
     all_limits, outer = VOCABULARY | WINDOWS | inner, VOCABULARY | WINDOWS
     last: Exception | None = None
@@ -227,7 +229,7 @@ def _small_model(program: Program, checkpoint: Checkpoint, num_layers: int, part
         config = shrink(checkpoint.config, num_layers, limits, narrow)
         try:
             return _random_model(checkpoint, config)
-        except Exception as error:  # noqa: BLE001  sizes of this model depend on each other: shrink it less
+        except Exception as error:  # noqa: BLE001  if sizes of this model depend on each other, shrink it less
             log.debug("copy of %s with %s, narrow=%s: %s", checkpoint.name, limits, narrow, error)
             last = error
     if isinstance(last, InfercError):
@@ -236,18 +238,21 @@ def _small_model(program: Program, checkpoint: Checkpoint, num_layers: int, part
 
 
 def _is_small(program: Program) -> bool:
-    """Whether to run all of the model costs less than to capture a copy, which would be in float32 as well."""
+    """Tell whether running the whole model costs less than capturing a copy, which would be in float32 too."""
     few = program.info["num_parameters"] <= MAX_PARAMETERS and _widest_window(program) <= MAX_OWN_WINDOW
     return few and program.info["dtype"] == "float32"
 
 
 def _other_weights(program: Program, checkpoint: Checkpoint) -> tuple[Any, TensorDictReader] | None:
-    """The whole model with random weights, and its tensors; None where they are not named and stored as the checkpoint's."""
+    """Return the whole model with random weights, and its tensors.
+
+    The result is None if these are not named and stored as the checkpoint's tensors.
+    """
     if checkpoint.module is not None:
         return None
     try:
         model = _random_model(checkpoint, checkpoint.config)
-    except Exception as error:  # noqa: BLE001  a copy may run all the same, or will say why not
+    except Exception as error:  # noqa: BLE001  a small copy may still run, or will say why not
         log.debug("%s with other weights: %s", checkpoint.name, error)
         return None
     reader = _in_checkpoint_form(model, program)
@@ -255,7 +260,7 @@ def _other_weights(program: Program, checkpoint: Checkpoint) -> tuple[Any, Tenso
 
 
 def _random_model(checkpoint: Checkpoint, config: Any) -> Any:
-    """The checkpoint's class as `config` says, in float32 with random weights, on the CPU. It runs."""
+    """Build the checkpoint's class for `config`, in float32 with random weights, on the CPU, and run it once."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = trace.build(checkpoint.model_class, config, torch.float32, "cpu")
@@ -265,7 +270,10 @@ def _random_model(checkpoint: Checkpoint, config: Any) -> Any:
 
 
 def shrink(config: Any, num_layers: int, limits: dict[str, int], narrow: bool) -> Any:
-    """A copy of `config` with the first `num_layers` layers and sizes within `limits`; `narrow`: a small hidden size."""
+    """Return a copy of `config` with the first `num_layers` layers and with sizes within `limits`.
+
+    narrow: also reduce the hidden size.
+    """
     small = copy.deepcopy(config)
     count = int(config.num_hidden_layers)
     for name, value in list(vars(small).items()):
@@ -285,14 +293,14 @@ def shrink(config: Any, num_layers: int, limits: dict[str, int], narrow: bool) -
 
 
 def _randomise(model: Any) -> None:
-    """Move every parameter off the values that hide a mistake (0 and 1), and make signals large enough to be seen."""
+    """Move every parameter off 0 and 1, which hide mistakes, and make signals large enough to be seen."""
     for parameter in model.parameters():
         scale = 0.2 if parameter.dim() < 2 else 0.7 * parameter.shape[-1] ** -0.5
         parameter.add_(torch.randn(parameter.shape), alpha=scale)
 
 
 def _in_checkpoint_form(model: Any, program: Program) -> TensorDictReader:
-    """The copy's tensors as a checkpoint has them, in the form of the real one: per expert where that one is."""
+    """Return the copy's tensors in the form of the real checkpoint: per expert where that one has them per expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -305,7 +313,10 @@ def _in_checkpoint_form(model: Any, program: Program) -> TensorDictReader:
 
 
 def _example(model: Any, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
-    """Token ids and positions [1, num_tokens] at the end of the context or `length` (at LAST_POSITION at most)."""
+    """Return token ids and positions, each [1, num_tokens].
+
+    The positions are the last of the context or of `length`, whichever is longer, but below LAST_POSITION.
+    """
     end = max(num_tokens, min(max(context_length(model.config).trained or 0, length), LAST_POSITION))
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(0, int(model.config.vocab_size), (1, num_tokens), generator=generator)
@@ -321,22 +332,23 @@ def _run_eager(model: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
 
 
 def _check_positions(model: Any, where: str) -> None:
-    """Where a model is given no positions, it makes those that a compiled one counts."""
+    """Raise ExportError unless a model without given positions counts them as a compiled model does."""
     if not takes_positions(type(model)):
         return
     size, padding = int(model.config.vocab_size), getattr(model.config, "pad_token_id", None) or 0
-    token_ids = (padding + 1 + torch.arange(4)[None]) % size  # none is padding, which some do not count
+    token_ids = (padding + 1 + torch.arange(4)[None]) % size  # no padding tokens, which some models do not count
     with trace.quiet(), torch.no_grad():
         own: Tensor = model(input_ids=token_ids, use_cache=False).logits
     if _relative(_run_eager(model, token_ids, torch.arange(4)[None]), own) > TOLERANCE:
         raise ExportError(
-            f"{where}: with position_ids from {first_position(model.config)} on the model gives other logits than with none;"
+            f"{where}: with position_ids from {first_position(model.config)} on the model gives other logits than with"
+            " none;"
             " expected a model whose positions count tokens"
         )
 
 
 def _check_same_ops(program: Program, small: Program, num_layers: int, where: str) -> None:
-    """The copy's layers are the model's layers, but for sizes and rounding."""
+    """Raise ExportError unless the copy's layers have the ops of the model's layers, apart from sizes and rounding."""
     real, copied = layer_nodes(program), layer_nodes(small)
     for layer in range(num_layers):
         for_real, for_copy = ([_op(node) for node in nodes if _op(node)] for nodes in (real[layer], copied[layer]))
@@ -350,7 +362,7 @@ def _check_same_ops(program: Program, small: Program, num_layers: int, where: st
 
 
 def _op(node: fx.Node) -> str:
-    """The op and, for attention, its mask; "" for ops that only a dtype or a size calls for."""
+    """Return the op and, for attention, its mask; return "" for ops that only a dtype or a size causes."""
     name = target_name(node.target)
     if name in ("aten._to_copy", "aten.alias", "aten.clone", "aten.slice.Tensor", "aten.sym_size.int"):
         return ""
@@ -369,8 +381,9 @@ def _check_logits(small: Program, reader: TensorDictReader, model: Any, num_laye
         return
     place = _first_difference(small, model, values, inputs)
     raise ExportError(
-        f"{where}: the captured graph is not the model: logits of a random copy of its first {num_layers} layers differ from"
-        f" transformers' by {error:.1e} of the largest, expected {TOLERANCE:.0e} at most; the first difference is in {place}"
+        f"{where}: the captured graph is not the model: logits of a random copy of its first {num_layers} layers differ"
+        f" from transformers' by {error:.1e} of the largest, expected {TOLERANCE:.0e} at most;"
+        f" the first difference is in {place}"
     )
 
 
@@ -386,7 +399,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def _first_difference(small: Program, model: Any, values: dict[str, Tensor], inputs: dict[str, Tensor]) -> str:
-    """The first layer whose output differs from the eager model's."""
+    """Return a text that names the first layer whose output differs from the eager model's."""
     eager: list[Tensor] = []
     hooks = [
         layer.register_forward_hook(lambda _m, _a, out: eager.append(out[0] if isinstance(out, tuple) else out))

@@ -1,4 +1,4 @@
-"""An exported graph as a Program: stable names, weights as lazy expressions, nothing left of torch.export's own."""
+"""The conversion of an exported graph into a Program, with stable names and weights as lazy expressions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from inferc.ir.weights import Weight
 
 aten = torch.ops.aten
 VIEWS = ("view", "_unsafe_view", "reshape")
-# Where a tensor lies is the backend's business; a clone's memory format is kept, as views depend on it.
+# The backend decides where a tensor lies. A clone's memory format is kept, since views depend on it.
 PLACEMENT = ("device", "layout", "pin_memory", "non_blocking")
 
 
 class Converter:
-    """Copies an exported graph into a Program, weights as lazy expressions."""
+    """A converter that copies an exported graph into a Program, with weights as lazy expressions."""
 
     def __init__(self, model: Any, binding: Binding, constants: dict[str, Tensor]) -> None:
         self.binding, self.constants = binding, constants
@@ -34,16 +34,16 @@ class Converter:
         for name, tensor in self.parameters.items():
             self.first_names.setdefault(id(tensor), name)
         self.out = new_program()
-        self.env: dict[fx.Node, fx.Node] = {}  # what was last written for a node of the exported graph
-        self.inputs: dict[tuple[fx.Node, int], fx.Node] = {}  # what was written for a placeholder, by `step`
-        self.carried: dict[fx.Node, fx.Node] = {}  # what is read instead, while a section is written again
-        self.step = 0  # how many layers further on what is being written lies
+        self.env: dict[fx.Node, fx.Node] = {}  # the node last written for a node of the exported graph
+        self.inputs: dict[tuple[fx.Node, int], fx.Node] = {}  # the node written for a placeholder, by `step`
+        self.carried: dict[fx.Node, fx.Node] = {}  # nodes to read instead, while a section is repeated
+        self.step = 0  # by how many layers the section that is being written is moved
         self.weight_nodes: dict[str, fx.Node] = {}
         self.values: dict[Any, Tensor] = {}
         self.tokens = self.out.new_symbol(trace.HINT)
 
     def program(self, exported: Any, sections: list[Section]) -> Program:
-        """The Program of `exported`, whose nodes `sections` holds (see repeat.py)."""
+        """Return the Program of `exported`, whose nodes are in `sections` (see repeat.py)."""
         stored = trace.stored(exported)
         lifted = dict(exported.graph_signature.inputs_to_lifted_tensor_constants)
         constants = {name: (path, exported.constants[path]) for name, path in lifted.items()}
@@ -92,12 +92,15 @@ class Converter:
         self._describe(new, node, self.names.unique(f"{name}.{'out' if ours else op.lstrip('_')}".lstrip(".")), layer)
 
     def _fold(self, node: fx.Node, op: str) -> bool:
-        """A transposed, reshaped or sliced weight becomes another weight: layouts are expressions, not work for every step."""
+        """Replace a transposed, reshaped or sliced weight by another weight, and tell whether that was done.
+
+        This makes the layout an expression, evaluated once, instead of work in every step.
+        """
         source = self._read(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if source is None or source.op != "get_attr":
             return False
         weight = self.out.weight(source)
-        if op == "clone":  # as one of the rearrangements needs it
+        if op == "clone":  # it serves one of the rearrangements below
             self.env[node] = source
             return True
         if op in VIEWS:
@@ -123,7 +126,7 @@ class Converter:
     def _fold_slice(self, node: fx.Node, source: fx.Node, weight: Weight) -> bool:
         _, dim, start, stop, step = arguments(node)
         if not all(each is None or isinstance(each, int) for each in (start, stop)):
-            return False  # of as many rows as there are tokens
+            return False  # the slice has as many rows as there are tokens
         dim %= len(weight.shape)
         start, stop = slice(start, stop).indices(weight.shape[dim])[:2]
         if step != 1 or stop <= start:
@@ -134,7 +137,7 @@ class Converter:
 
     def _weight(self, node: fx.Node, name: str) -> None:
         tensor = self.parameters[name]
-        first = self.first_names[id(tensor)]  # tied parameters share the first one's name
+        first = self.first_names[id(tensor)]  # tied parameters share the name of the first one
         stable, layer = self.names.stable(first)
         if first in self.binding.weights:
             self._bind(node, stable, weight_lib.cast(self.binding.weights[first], tensor.dtype), layer)
@@ -150,12 +153,12 @@ class Converter:
         self._bind(node, stable, weight_lib.constant(value if value.dim() else value.reshape(1)), layer)
 
     def _bind(self, node: fx.Node, stable: str, weight: Weight, layer: int | None) -> None:
-        """Let a weight stand for a node of the exported graph."""
+        """Make a weight stand for a node of the exported graph."""
         is_number = not node.meta["val"].dim()
         if is_number and not weight.shape:
             weight = weight_lib.reshape(weight, (1,))
         new = self._get_attr(node, stable, weight, layer)
-        if is_number:  # a weight of a program has an axis, so the graph takes it off again
+        if is_number:  # a weight of a program has at least one axis, so the graph removes it again
             view = self.out.graph.call_function(aten.view.default, (new, []))
             self._describe(view, node, self.names.unique(f"{stable}.view"), layer)
             new = view
@@ -173,7 +176,7 @@ class Converter:
         new.meta.update(val=self._value(old.meta.get("val")), name=name, layer=layer)
 
     def _value(self, value: Any) -> Any:
-        """The value's fake in the new program: on the CPU, its sizes in the new program's symbol."""
+        """Return the value's fake tensor in the new program: on the CPU, with sizes in the program's own symbol."""
         if isinstance(value, Tensor):
             key = (value.dtype, str(value.shape), str(value.stride()))
             if key not in self.values:

@@ -1,6 +1,6 @@
-"""A causal language model of transformers as a Program: the captured graph and its weights.
+"""The export of a causal language model of transformers as a Program: the captured graph and its weights.
 
-All knowledge of Hugging Face module names ends here: what leaves has stable names (`layers.3.attention.q_proj.weight`)
+All knowledge of Hugging Face module names ends here: the Program has stable names (`layers.3.attention.q_proj.weight`)
 and ops, and the passes look at nothing else.
 """
 
@@ -32,14 +32,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def export_module(module: torch.nn.Module, dtype: str = "bfloat16", max_model_len: int | None = None) -> Program:
-    """`capture` of a transformers causal LM in memory, unchecked; `load_module(module).reader` reads its weights."""
+    """Capture a transformers causal LM in memory without checks; `load_module(module).reader` reads its weights."""
     return export_model(load_module(module), dtype, max_model_len)
 
 
 def export_model(checkpoint: Checkpoint, dtype: str = "bfloat16", max_model_len: int | None = None) -> Program:
     """Capture a checkpoint's model: inputs token_ids and positions i64 [1, T], output (logits [1, T, vocab_size],).
 
-    Raises ExportError where the model cannot be captured, ArtifactError where the checkpoint does not fit it.
+    Raises ExportError if the model cannot be captured, ArtifactError if the checkpoint does not fit it.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
@@ -53,8 +53,8 @@ def export_model(checkpoint: Checkpoint, dtype: str = "bfloat16", max_model_len:
     exported, sections = trace_once(model)
     if length > (longest := trace.longest(exported)):
         raise ExportError(
-            f"{type(model).__name__}: its code takes another way for more than {longest} tokens, and the longest sequence is"
-            f" {length}; give --max-model-len {longest}, or fewer"
+            f"{type(model).__name__}: its code takes another way for more than {longest} tokens, and the longest"
+            f" sequence is {length}; give --max-model-len {longest}, or fewer"
         )
     program = converter.program(exported, sections)
     _refuse_choices(program, checkpoint)
@@ -68,7 +68,7 @@ def export_model(checkpoint: Checkpoint, dtype: str = "bfloat16", max_model_len:
 
 
 def model_info(checkpoint: Checkpoint, model: Any, dtype: str, max_model_len: int) -> dict[str, Any]:
-    """JSON-able facts of the model that later stages need."""
+    """Return the facts of the model that later stages need, as values that JSON can hold."""
     config = checkpoint.config
     return {
         "model_type": config.model_type,
@@ -76,7 +76,8 @@ def model_info(checkpoint: Checkpoint, model: Any, dtype: str, max_model_len: in
         "vocab_size": int(config.vocab_size),
         "hidden_size": int(config.hidden_size),
         "num_attention_layers": int(config.num_hidden_layers),
-        "max_position_embeddings": max(context_length(config).trained or 0, max_model_len),  # with its rope scaling
+        # with the positions that its rope scaling adds
+        "max_position_embeddings": max(context_length(config).trained or 0, max_model_len),
         "max_model_len": max_model_len,
         "dtype": dtype,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -86,10 +87,13 @@ def model_info(checkpoint: Checkpoint, model: Any, dtype: str, max_model_len: in
 
 
 def context_length(config: Any) -> ContextLength:
-    """How many positions the model was made for, and how many its rope scaling reaches. Raises ConfigError."""
+    """Return how many positions the model was made for, and how many its rope scaling reaches.
+
+    Raises ConfigError if the config has no valid number.
+    """
     for name in ("max_position_embeddings", "seq_length", "max_seq_len"):
         trained = getattr(config, name, None)
-        if trained in (None, -1):  # -1: any number, as XLNet has it
+        if trained in (None, -1):  # -1: any number, as in XLNet
             continue
         if not isinstance(trained, int) or trained < 1:
             raise ConfigError(
@@ -102,7 +106,10 @@ def context_length(config: Any) -> ContextLength:
 
 
 def sequence_length(config: Any, max_model_len: int | None) -> int:
-    """`max_model_len`, or by default what the model was made for. Raises ConfigError if its config does not say."""
+    """Return `max_model_len`, or by default the length that the model was made for.
+
+    Raises ConfigError if its config does not say.
+    """
     length = max_model_len or context_length(config).trained
     if length is None:
         raise ConfigError("the model's config has no max_position_embeddings; give max_model_len")
@@ -110,7 +117,10 @@ def sequence_length(config: Any, max_model_len: int | None) -> int:
 
 
 def constant_buffers(model: Any, checkpoint: Checkpoint, overrides: Overrides) -> dict[str, Tensor]:
-    """Values of the buffers that no checkpoint stores (rope frequencies), by name; those that cannot be had are absent."""
+    """Return the values of the buffers that no checkpoint stores (rope frequencies), by name.
+
+    Buffers whose values cannot be computed are absent.
+    """
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if checkpoint.module is not None:
@@ -123,19 +133,22 @@ def constant_buffers(model: Any, checkpoint: Checkpoint, overrides: Overrides) -
 
 
 def _refuse_choices(program: Program, checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedError for a model that picks tokens by a condition on data, as one adapter for each language does."""
+    """Raise UnsupportedError for a model that picks tokens by a condition on data.
+
+    Models with an adapter for each language do so.
+    """
     for node in program.graph.nodes:
         indices = node.args[1] if node.target in CHOICES else ()
         picks = [each for each in indices if isinstance(each, torch.fx.Node) and each.meta["val"].dtype == torch.bool]
         if picks or node.target in PICKS:
             raise UnsupportedError(
-                f"{checkpoint.name}: {name_of(node)} picks tokens by a condition on data, so how many it takes is known only when it"
-                " runs; expected a model that does the same for every token"
+                f"{checkpoint.name}: {name_of(node)} picks tokens by a condition on data, so how many it takes is known"
+                " only when it runs; expected a model that does the same for every token"
             )
 
 
 def _require_positions(program: Program, checkpoint: Checkpoint) -> None:
-    """Raise ExportError for a model that knows no positions: they come as an input, or by ALiBi."""
+    """Raise ExportError for a model that uses no positions, neither as an input nor by ALiBi."""
     attentions = [node for node in program.graph.nodes if node.target == torch.ops.inferc.attention.default]
     if program.input("positions").users or any(named_arguments(node)["alibi"] is not None for node in attentions):
         return

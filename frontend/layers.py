@@ -1,7 +1,7 @@
-"""Which layers of a model are equal, and how few of them say all about it.
+"""The equal layers of a model, and the shortened models that are enough to estimate the whole.
 
-A model of 80 equal layers costs what one of 3 layers costs and 77 more of the difference between 3 layers and 2. Equal
-are layers whose modules are: classes, parameters' shapes, plain attributes, and the config's own lists by layer.
+A model of 80 equal layers costs as much as a model of 3 layers, plus 77 times the difference between 3 layers and 2.
+Layers are equal if their modules are: classes, parameters' shapes, plain attributes, and the config's lists by layer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class Repetition:
 
 
 def repetition(kinds: Sequence[Hashable]) -> Repetition | None:
-    """How layers of these kinds repeat; None where the two shortened models would be no less work than the whole.
+    """Return how layers of these kinds repeat, or None if two shortened models are no less work than the whole.
 
-    The short model has every kind, a first and a last layer that are not the same one, and ends as the whole model does.
+    The short model has every kind, a first and a last layer that are not the same one, and ends as the whole model
+    does.
     """
     count = len(kinds)
     distinct = max((kinds.index(kind) for kind in set(kinds)), default=0) + 1
@@ -48,11 +49,11 @@ def repetition(kinds: Sequence[Hashable]) -> Repetition | None:
 
 
 def shortened(checkpoint: Checkpoint, num_layers: int) -> Checkpoint:
-    """A model from the config alone with the first `num_layers` layers."""
+    """Return a model with the first `num_layers` layers, made from the config alone."""
     return from_config(shrink(checkpoint.config, num_layers, {}, narrow=False), checkpoint.folder)
 
 
 def layer_kinds(checkpoint: Checkpoint) -> list[Hashable]:
-    """For each layer something that is equal for equal layers."""
+    """Return for each layer a value that is equal for equal layers."""
     model = trace.build(checkpoint.model_class, checkpoint.config, torch.float32, "meta")
     return kinds(model.get_submodule(Names(model).layers), checkpoint.config)

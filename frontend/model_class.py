@@ -6,7 +6,7 @@ from typing import Any
 
 
 def causal_class(config: Any) -> type[Any] | None:
-    """The class of a config's model type, the first where there are several; None for a type that generates no text."""
+    """Return the first class of a config's model type, or None for a type that generates no text."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

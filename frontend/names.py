@@ -1,4 +1,4 @@
-"""Stable names of modules, weights and nodes: the same in every family, so that no pass knows one."""
+"""Stable names of modules, weights and nodes: the same in every model family, so that no pass depends on one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ATTENTION_NAMES = {"self_attn", "attn", "self_attention", "attention"}
 
 
 class Names:
-    """Stable names: `model.layers.3.self_attn.q_proj` is `layers.3.attention.q_proj` in every family."""
+    """The map to stable names: `model.layers.3.self_attn.q_proj` is `layers.3.attention.q_proj` in every family."""
 
     def __init__(self, model: Any) -> None:
         count = int(model.config.num_hidden_layers)
@@ -26,7 +26,7 @@ class Names:
         self.counts: Counter[str] = Counter()
 
     def stable(self, path: str) -> tuple[str, int | None]:
-        """The stable form of a module's or parameter's path, and its layer."""
+        """Return the stable form of a module's or parameter's path, and its layer."""
         layer = None
         if path == self.layers or path.startswith(self.layers + "."):
             path = "layers" + path[len(self.layers) :]
@@ -38,11 +38,11 @@ class Names:
         return ".".join(parts), layer
 
     def moved(self, path: str, step: int) -> str:
-        """`path` of the layer that lies `step` layers further on; a path outside of layers stays."""
+        """Return the path moved by `step` layers; a path outside of layers stays."""
         match = re.match(rf"({re.escape(self.layers)}\.)(\d+)(?=\.|$)", path) if step else None
         return f"{match[1]}{int(match[2]) + step}{path[match.end() :]}" if match else path
 
     def unique(self, name: str) -> str:
-        """`name`, numbered from its second use on."""
+        """Return `name`, with a number appended from its second use on."""
         self.counts[name] += 1
         return name if self.counts[name] == 1 else f"{name}_{self.counts[name] - 1}"

@@ -1,4 +1,4 @@
-"""Calls that the frontend adds to a captured program, typed and named; and what its constants are."""
+"""Helpers that add typed and named calls to a captured program, and that read its constants."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from inferc.ir.program import Program, name_of, target_name
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls in front of `before`, of whose module and layer they are."""
+    """An adder of calls in front of the node `before`, whose module and layer they take."""
 
     program: Program
     before: fx.Node
 
     def add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of `target`."""
+        """Add a call of `target` and return its node."""
         with self.program.graph.inserting_before(self.before):
             node = self.program.graph.call_function(target, args, kwargs)
         operands, options = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
@@ -32,7 +32,7 @@ class Calls:
 
 
 def retype(program: Program, changed: fx.Node) -> None:
-    """Type anew what reads `changed`, whose elements lie in another order in memory now, and what reads that."""
+    """Infer the types again of all nodes that depend on `changed`, whose memory layout is a new one."""
     todo = list(changed.users)
     while todo:
         node = todo.pop(0)
@@ -48,7 +48,7 @@ def retype(program: Program, changed: fx.Node) -> None:
 
 
 def constant_value(program: Program, node: fx.Node) -> Tensor | None:
-    """The value of a constant of the model's code; None for another node."""
+    """Return the value of a constant of the model's code, or None for another node."""
     if node.op != "get_attr" or not program.weight(node).is_constant:
         return None
     return weight_lib.read_constant(program.weight(node))

@@ -1,4 +1,4 @@
-"""transformers' own model: what a compiled one is compared with, in certificates and tests."""
+"""The reference model: transformers' own, which certificates and tests compare a compiled model with."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from inferc.frontend.trace.rope import fix_rope
 
 
 def reference_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | None = None) -> Any:
-    """The transformers model of a checkpoint on the CPU, in `dtype`, with the attention transformers would choose.
+    """Return the transformers model of a checkpoint on the CPU, in `dtype`, with the attention of transformers' choice.
 
-    A rope that depends on length is fixed as in `export_model`: it is what the compiled model promises.
+    A rope that depends on length is fixed as in `export_model`, since that is what the compiled model promises.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.quantization_config import Mxfp4Config
@@ -28,9 +28,8 @@ def reference_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | Non
         options = {"quantization_config": Mxfp4Config(dequantize=True)} if packed else {}
         with trace.quiet():
             config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
-            config._attn_implementation = _attention(
-                checkpoint
-            )  # given as an option, what config.json names goes before it
+            # It is set here, because the attention that config.json names would override an option.
+            config._attn_implementation = _attention(checkpoint)
             model: Any = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder, config=config, dtype=DTYPES[dtype], local_files_only=True, **options
             )
@@ -42,15 +41,18 @@ def reference_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | Non
 
 
 def _attention(checkpoint: Checkpoint) -> str | None:
-    """The one to ask for; None lets transformers choose. The sdpa that its 5.17 chooses drops a softcap without a word, and a config
-    may name one that needs a GPU."""
+    """Return the attention implementation to ask for; None lets transformers choose.
+
+    The sdpa that transformers 5.17 chooses silently drops a softcap, and a config may name an implementation that needs
+    a GPU; eager is asked for in both cases.
+    """
     named = getattr(checkpoint.config, "_attn_implementation", None)
     has_softcap = getattr(checkpoint.config, "attn_logit_softcapping", None)
     return "eager" if has_softcap or named not in (None, "eager", "sdpa") else named
 
 
 def _copy_module(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """The checkpoint's module with its parameters in `dtype`; buffers (rope frequencies) keep theirs."""
+    """Copy the checkpoint's module with its parameters in `dtype`; buffers (rope frequencies) keep their dtype."""
     assert checkpoint.module is not None
     model = trace.build(checkpoint.model_class, checkpoint.config, dtype, "cpu", attention=_attention(checkpoint))
     model.load_state_dict(checkpoint.module.state_dict())
@@ -61,14 +63,14 @@ def _copy_module(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 
 def reference_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
-    """Logits of every position of one sequence: float32 [len(token_ids), vocab_size]."""
+    """Return the logits of every position of one sequence: float32 [len(token_ids), vocab_size]."""
     with trace.quiet(), torch.no_grad():
         logits: Tensor = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits
     return logits[0].float()
 
 
 def reference_greedy(model: Any, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The `num_tokens` tokens that greedily follow `token_ids`; an eos token does not end them."""
+    """Return the `num_tokens` tokens that greedily follow `token_ids`; an eos token does not end them."""
     ids, cache, found = torch.tensor([list(token_ids)]), None, []
     with trace.quiet(), torch.no_grad():
         for _ in range(num_tokens):
@@ -79,7 +81,10 @@ def reference_greedy(model: Any, token_ids: Sequence[int], num_tokens: int) -> l
 
 
 def reference_states(model: Any, token_ids: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-    """Of one sequence, float32: logits [len(token_ids), vocab_size], and what each layer hands to the next [len(token_ids), hidden_size]."""
+    """Return the float32 logits of one sequence, and the hidden states that each layer outputs.
+
+    The logits are [len(token_ids), vocab_size], and each layer's states [len(token_ids), hidden_size].
+    """
     states: list[Tensor] = []
 
     def keep(_module: Any, _inputs: Any, output: Any) -> None:

@@ -1,9 +1,10 @@
-"""Equal layers are traced once: which layers of a model a trace needs, and where in it the others belong.
+"""The tracing of equal layers once: which layers a trace needs, and where the other layers belong in it.
 
-The layers of most models repeat, in blocks of one layer or of a few. Traced are the layers in front of the blocks, the
-first block and the last; the converter then writes the first block once for each block but the last. That it may do so
-is read off the trace: the last block must do to its own weights what the first does to its own, op for op, and read of
-the block before it what the blocks behind the first would read. Layers in between differ in nothing that `kinds` sees.
+The layers of most models repeat, in blocks of one layer or of a few. The trace has the layers in front of the blocks,
+the first block and the last; the converter then writes the first block once for each block but the last. Whether this
+is right is read off the trace: the last block must do to its own weights what the first does to its own, op for op, and
+it must read from the block before it what the blocks after the first would read. The layers in between are equal in
+everything that `kinds` sees.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from inferc.ir.program import ancestors
 
 log = logging.getLogger(__name__)
 
-COUNTERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes that only say which layer it is
+COUNTERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes that only number the layer
 PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """`times` blocks of `size` layers from layer `first` to the last, each like the one before it."""
+    """A repetition of `times` blocks of `size` layers from layer `first` to the last, each like the one before it."""
 
     first: int
     size: int
@@ -57,9 +58,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Section:
-    """Neighbouring nodes of a trace, to be written `times` times, each time for layers that lie `step` further on.
+    """Neighbouring nodes of a trace that are written `times` times, each time for layers that lie `step` further on.
 
-    From the second time on, a node that is a key of `carried` is read as its value, as that was written the time before.
+    From the second time on, a node that is a key of `carried` is replaced by its value, as that was written the time
+    before.
     """
 
     nodes: list[fx.Node]
@@ -69,7 +71,10 @@ class Section:
 
 
 def kinds(layers: Any, config: Any) -> list[Hashable]:
-    """For each layer of a model something that is equal for equal layers: modules, shapes, attributes, config's lists."""
+    """Return for each layer of a model a value that is equal for equal layers.
+
+    It covers modules, shapes, attributes, and the config's lists by layer.
+    """
     count = len(layers)
     lists = [value for value in vars(config).values() if isinstance(value, (list, tuple)) and len(value) == count]
     return [(_kind(layer), tuple(str(value[index]) for value in lists)) for index, layer in enumerate(layers)]
@@ -86,9 +91,9 @@ def _kind(layer: Any) -> Hashable:
 
 
 def _said(value: Any) -> str:
-    """A module's attribute as text that is equal only for equal ones; what it does not know is equal to itself alone.
+    """Return a module's attribute as a text that is equal only for equal attributes; an unknown one equals only itself.
 
-    Modules and tensors are told apart elsewhere: by the modules' own attributes, by names and shapes.
+    Modules and tensors are compared elsewhere: by the modules' own attributes, by names and shapes.
     """
     if isinstance(value, (*PLAIN, Enum, torch.dtype, torch.device)):
         return repr(value)
@@ -108,9 +113,9 @@ def _said(value: Any) -> str:
 
 
 def find_blocks(kinds: Sequence[Hashable]) -> Blocks | None:
-    """How layers of these kinds repeat to the end; None where a trace would need more than three quarters of them.
+    """Return how layers of these kinds repeat to the end, or None if a trace would need more than 3/4 of them.
 
-    Layer 0 is in no block: what a model computes once and reads in every layer may be computed in it.
+    Layer 0 is in no block, since it may compute what a model computes once and reads in every layer.
     """
     count = len(kinds)
     for size in range(1, count // 2):
@@ -124,7 +129,7 @@ def find_blocks(kinds: Sequence[Hashable]) -> Blocks | None:
 
 
 def tail(kinds: Sequence[Hashable], period: int) -> int:
-    """Where the longest tail starts in which every kind is that of `period` before it."""
+    """Return the start of the longest tail in which every layer has the kind of the one `period` layers before it."""
     start = len(kinds) - period
     while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:
         start -= 1
@@ -132,7 +137,7 @@ def tail(kinds: Sequence[Hashable], period: int) -> int:
 
 
 def trace_once(model: Any) -> tuple[Any, list[Section]]:
-    """The ExportedProgram of `model`, of as few layers as will do, and its nodes in the order of the whole model."""
+    """Trace `model` with as few layers as possible; return the ExportedProgram, and its nodes in the model's order."""
     names = Names(model)
     layers = dict(model.named_modules()).get(names.layers)
     blocks = None if layers is None else find_blocks(kinds(layers, model.config))
@@ -145,9 +150,9 @@ def trace_once(model: Any) -> tuple[Any, list[Section]]:
 
 
 def _layers_of(exported: Any, names: Names) -> dict[fx.Node, tuple[str, int | None]]:
-    """The module's path and the layer of the inputs and of what the outputs need, in the order of the trace.
+    """Return the module path and the layer of the inputs and of all nodes that the outputs need, in the trace's order.
 
-    Left out are the checks, and sizes that are computed for them in the first layer of a kind.
+    The trace's checks, and the sizes that are computed for them in the first layer of a kind, are left out.
     """
     nodes = list(exported.graph.nodes)
     needed = ancestors(node for node in nodes if node.op in ("placeholder", "output"))
@@ -157,9 +162,10 @@ def _layers_of(exported: Any, names: Names) -> dict[fx.Node, tuple[str, int | No
 
 
 def _ordered(where: dict[fx.Node, tuple[str, int | None]]) -> list[fx.Node]:
-    """The nodes of `where`, those in front of the layers in the order in which the layers need them.
+    """Return the nodes of `where`; those in front of the layers come in the order in which the layers need them.
 
-    Models compute a rope for each member of a set of layer types, and the order of a set is another in every process.
+    Models compute a rope for each member of a set of layer types, and the order of a set changes from process to
+    process.
     """
     nodes = list(where)
     calls = [node for node in nodes if node.op == "call_function"]
@@ -188,18 +194,18 @@ def _trace_blocks(model: Any, names: Names, blocks: Blocks) -> tuple[Any, list[S
             return exported, sections(exported, names, blocks)
         except _UnequalError as error:
             log.info("%s: its layers are not as equal as they look (%s); tracing all", type(model).__name__, error)
-        except Exception as error:  # noqa: BLE001  whatever it is, it is then said of the whole model
+        except Exception as error:  # noqa: BLE001  tracing the whole model will report the reason
             log.debug("%s: layers %s cannot be traced alone: %s", type(model).__name__, blocks.traced, error)
     return None
 
 
 class _UnequalError(Exception):
-    """Why the first and the last block of a trace are not the same."""
+    """The error that the first and the last block of a trace are not equal."""
 
 
 @contextmanager
 def _only(layers: torch.nn.Module, kept: list[int]) -> Iterator[None]:
-    """The list of layers without those that are not `kept`, which keep their names."""
+    """Reduce the list of layers within the context to those `kept`, which keep their names."""
     every = layers._modules
     layers._modules = {str(index): every[str(index)] for index in kept}
     try:
@@ -209,7 +215,10 @@ def _only(layers: torch.nn.Module, kept: list[int]) -> Iterator[None]:
 
 
 def sections(exported: Any, names: Names, blocks: Blocks) -> list[Section]:
-    """The trace of `blocks.traced` as that of the whole model. Raises _UnequalError where first and last block differ."""
+    """Return the trace of `blocks.traced` as the sections of the whole model.
+
+    Raises _UnequalError if the first and the last block differ.
+    """
     where = _layers_of(exported, names)
     nodes = _ordered(where)
     paths, layer = (
@@ -237,7 +246,7 @@ def sections(exported: Any, names: Names, blocks: Blocks) -> list[Section]:
 
 
 def _carried(first: list[fx.Node], last: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """What `first` reads of the nodes before it, and which of the nodes of `first` `last` reads instead."""
+    """Return, for each node that `first` reads from before it, the node of `first` that `last` reads instead."""
     twin = dict(zip(first, last, strict=True))
     carried: dict[fx.Node, fx.Node] = {}
     common: set[fx.Node] = set()

@@ -1,1 +1,1 @@
-"""Program to Program: which passes run, in which order, and what holds after each."""
+"""Rewrite a Program step by step: which passes run, in which order, and what holds after each of them."""

@@ -1,4 +1,4 @@
-"""Running passes in their order: what is checked after each, what is dumped, and how long each took."""
+"""Run the passes of a pipeline in order: verify the program after each, dump it, and record how long each pass took."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Pass(Protocol):
-    """Edits a program in place and returns how many rewrites it made."""
+    """A pass that edits a program in place and returns how many rewrites it made."""
 
     @property
     def name(self) -> str: ...
@@ -27,13 +27,13 @@ class Pass(Protocol):
     def __call__(self, program: Program) -> int: ...
 
 
-# Sees the program after a pass: (index, name of the pass or "captured", its rewrites, the program).
+# A callback that sees the program after each pass: (index, pass name or "captured", number of rewrites, program).
 Observe = Callable[[int, str, int, Program], None]
 
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One line of the pass log; nodes count calls, not inputs and weights."""
+    """The log entry of one pass; node counts are of calls and leave out inputs and weights."""
 
     name: str
     rewrites: int
@@ -78,9 +78,9 @@ OPTIONAL = frozenset(
         "fuse_silu_mul_quantize",
     }
 )
-"""Passes of the pipeline whose pattern a fine model may do without: another norm, no residual in front of one, no MoE.
+"""The passes that may rewrite nothing in a valid model, for example because it has another norm or no MoE.
 
-What they were needed for and did not find has no kernel, which `choose_kernels` says.
+If such a pass was needed and did not match, the ops that it left behind have no kernel, which `choose_kernels` reports.
 """
 
 CHECKPOINTS: dict[str, Any] = {
@@ -89,13 +89,13 @@ CHECKPOINTS: dict[str, Any] = {
     "dense_kv_cache": SERVABLE,
     "choose_kernels": LOWERED,
 }
-"""The ops allowed once a pass is done."""
+"""The ops that are allowed after a pass, by the name of the pass."""
 
 
 def run_passes(
     program: Program, passes: tuple[Pass, ...], dump_dir: Path | None = None, observe: Observe | None = None
 ) -> list[PassRecord]:
-    """Run `passes` in order, verifying after each that changed something.
+    """Run `passes` in order and verify the program after each pass that changed something.
 
     Writes `00_captured.txt` and one `NN_name.txt` a pass into `dump_dir` (INFERC_DUMP when not given), and calls
     `observe` at the same points.
@@ -146,7 +146,7 @@ def _dump(program: Program, folder: Path | None, index: int, name: str) -> None:
 
 
 def pass_table(records: list[PassRecord]) -> str:
-    """The pass log as aligned text."""
+    """Format the pass log as an aligned text table."""
     lines = [f"{'pass':24} {'rewrites':>8} {'nodes':>13} {'ms':>8}"]
     for record in records:
         nodes = f"{record.nodes_before} > {record.nodes_after}"

@@ -1,9 +1,9 @@
-"""Pattern → replacement on fx graphs, with our own matcher.
+"""Pattern matching and replacement on fx graphs, with a matcher of our own.
 
 A pattern is a function over its captures, traced to a small graph. A capture annotated `Tensor` binds a node, one
-annotated `Tensor | None` or `object` binds anything, any other annotation binds a python constant (eps, window, a dtype).
-What the matcher knows beyond equality: arguments left at their defaults, the two orders of a commutative op, and casts
-that are absent because the value has the dtype already.
+annotated `Tensor | None` or `object` binds anything, any other annotation binds a Python constant (eps, window, a
+dtype). Beyond equality the matcher accepts arguments left at their defaults, both operand orders of a commutative op,
+and missing casts of values that have the dtype already.
 """
 
 from __future__ import annotations
@@ -33,18 +33,24 @@ Function = Callable[..., Any]
 
 
 def shared(value: Any) -> Any:
-    """In a pattern: `value` and what it is made from may have other users too (a table that all layers read)."""
+    """Mark `value` of a pattern, and all that it is computed from, as values that may have users outside of the match.
+
+    An example is a table that all layers read.
+    """
     value.node.meta["shared"] = True
     return value
 
 
 def value_of(arg: Any) -> Any:
-    """The fake tensor behind a node; anything else is its own value."""
+    """Return the fake tensor behind a node; return anything else unchanged."""
     return arg.meta["val"] if isinstance(arg, fx.Node) else arg
 
 
 def no_rewrite(pass_name: str, node: fx.Node, reason: str) -> None:
-    """Say, at INFERC_DEBUG=2, why a pass leaves alone what looks like its pattern. `reason` starts with what is found."""
+    """Log at INFERC_DEBUG=2 why a pass did not rewrite a node that resembles its pattern.
+
+    `reason` starts with what is found.
+    """
     if debug.level() >= 2:
         log.info("%s: no rewrite at %s: %s", pass_name, name_of(node), reason)
 
@@ -57,13 +63,13 @@ def _polar_type(length: Tensor, angle: Tensor) -> Tensor:
 
 
 def _linear_type(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Leave the checks to the product of one row, whose sizes are numbers."""
+    """Infer the type of a linear on one row, so that torch's checks see sizes that are numbers."""
     row = aten.linear.default(x.new_empty((1, x.shape[-1])), weight, bias)
     return row.new_empty((*x.shape[:-1], row.shape[-1]))
 
 
 def _matmul_type(left: Tensor, right: Tensor) -> Tensor:
-    """Leave the checks to the product of one row and one column, whose sizes are numbers."""
+    """Infer the type of a matmul on one row and one column, so that torch's checks see sizes that are numbers."""
     if left.dim() < 2 or right.dim() < 2:
         return aten.matmul.default(left, right)
     one = aten.mm.default(left.new_empty((1, left.shape[-1])), right.new_empty((right.shape[-2], 1)))
@@ -71,7 +77,8 @@ def _matmul_type(left: Tensor, right: Tensor) -> Tensor:
     return one.new_empty((*batch, left.shape[-2], right.shape[-1]))
 
 
-# polar's fake kernel makes a symbolic size a number, and in torch 2.11 those of products do where there is a batch.
+# Ops that are typed by a function of ours. The fake kernel of polar replaces a symbolic size by a number, and in torch
+# 2.11 those of linear and matmul do so if there is a batch axis.
 TYPED_AS: dict[Any, Any] = {
     aten.polar.default: _polar_type,
     aten.linear.default: _linear_type,
@@ -80,9 +87,10 @@ TYPED_AS: dict[Any, Any] = {
 
 
 def infer_type(program: Program, node: fx.Node) -> Any:
-    """What `node` returns, computed by its op on fake tensors; equal calls, as in equal layers, are computed once.
+    """Infer the type of what `node` returns by running its op on fake tensors.
 
-    Raises ValueError if that makes a size that is open one number, as it would be from then on in the whole program.
+    Equal calls, as in equal layers, are computed once. Raises ValueError if the op replaces a symbolic size by a
+    number, because the size would then have that value in the whole program.
     """
     key = (node.target, _type_key(node.args), _type_key(node.kwargs))
     if key not in program.types:
@@ -96,13 +104,13 @@ def infer_type(program: Program, node: fx.Node) -> Any:
 
 
 def _fixed_sizes(program: Program) -> dict[Any, Any]:
-    """Symbols of the program's sizes that a fake kernel took for numbers, and which."""
+    """Return the symbolic sizes of the program that a fake kernel replaced by numbers, with those numbers."""
     env = program.fake_mode.shape_env
     return {} if env is None else {symbol: size for symbol, size in env.replacements.items() if size.is_number}
 
 
 def _type_key(arg: Any) -> Any:
-    """Everything of an argument that a result's type can depend on."""
+    """Return everything of an argument that the result's type can depend on, as a dictionary key."""
     if isinstance(arg, fx.Node):
         return _type_key(arg.meta["val"])
     if isinstance(arg, Tensor):
@@ -126,7 +134,7 @@ def infer_types(program: Program, nodes: list[fx.Node]) -> None:
 
 
 def merge_equal(program: Program, target: Any) -> int:
-    """Merge calls of `target` with equal arguments into the first of them; returns how many went."""
+    """Merge calls of `target` with equal arguments into the first of them, and return how many calls were removed."""
     first: dict[Any, fx.Node] = {}
     merged = 0
     for node in program.graph.find_nodes(op="call_function", target=target, sort=True):
@@ -143,7 +151,7 @@ def merge_equal(program: Program, target: Any) -> int:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A traced pattern. `outputs` are its results, the last in graph order being where matching starts."""
+    """A pattern traced to a graph; matching starts at `root`, the last of its results `outputs` in graph order."""
 
     captures: dict[fx.Node, Any]  # placeholder -> annotation
     outputs: tuple[fx.Node, ...]
@@ -176,7 +184,7 @@ def _accepts(annotation: Any, value: Any) -> bool:
 
 
 def _match(pattern: Pattern, want: Any, got: Any, bound: Bindings) -> Iterator[Bindings]:
-    """All ways in which `got`, a node or constant of the program, is what `want` of the pattern asks for."""
+    """Yield all bindings under which `got`, a node or constant of the program, matches `want` of the pattern."""
     if isinstance(want, (list, tuple)):
         if isinstance(got, (list, tuple)) and len(want) == len(got):
             yield from _match_all(pattern, list(want), list(got), bound)
@@ -212,7 +220,7 @@ def _match_all(pattern: Pattern, wanted: list[Any], given: list[Any], bound: Bin
 
 
 def _match_outputs(pattern: Pattern, left: tuple[fx.Node, ...], bound: Bindings) -> Iterator[Bindings]:
-    """Bind outputs that the root does not depend on: they are users of something that is bound already."""
+    """Bind the outputs that the root does not depend on, by searching the users of nodes that are bound already."""
     if not left:
         yield bound
     elif left[0] in bound:
@@ -224,7 +232,10 @@ def _match_outputs(pattern: Pattern, left: tuple[fx.Node, ...], bound: Bindings)
 
 
 def _fault(pattern: Pattern, bound: Bindings) -> str | None:
-    """Why a structural match must not be rewritten: a value in it that others read, or an output read too early."""
+    """Return why a structural match must not be rewritten, or None if it may be.
+
+    The reasons are that a value inside the match has other readers, or that an output is read before all are computed.
+    """
     free = {bound[node] for node in (*pattern.captures, *pattern.outputs, *pattern.shared) if node in bound}
     matched = {value for value in bound.values() if isinstance(value, fx.Node)}
     for node in matched - free:
@@ -244,7 +255,7 @@ def _fault(pattern: Pattern, bound: Bindings) -> str | None:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Replace every match of `pattern` (or of one of several, tried in order) by `replacement`.
+    """A pass that replaces every match of `pattern` (or of one of several patterns, tried in order) by `replacement`.
 
     `replacement` is called with the captures its parameters name. A check is a function over captures that gets fake
     tensors and constants and returns why the match must be left alone, or None. Outputs correspond in order.
@@ -259,7 +270,7 @@ class Rewrite:
         patterns = [trace(each) for each in (self.pattern if isinstance(self.pattern, tuple) else (self.pattern,))]
         count = 0
         gone: set[fx.Node] = set()
-        # From the end, so that of two nested matches the larger one is found: a cast before what it casts.
+        # Go from the end, so that of two nested matches the larger is found: a cast before the value that it casts.
         for node in reversed(list(program.graph.nodes)):
             if node.op == "call_function" and node not in gone:
                 count += any(self._apply(program, pattern, node, gone) for pattern in patterns)
@@ -289,7 +300,7 @@ class Rewrite:
 
 
 def _erase_unused(program: Program, nodes: Iterable[Any], gone: set[fx.Node]) -> None:
-    """Erase those calls among `nodes` that nothing reads any more, noting them in `gone`."""
+    """Erase those calls among `nodes` that nothing reads any more, and add them to `gone`."""
     calls = {node for node in nodes if isinstance(node, fx.Node) and node.op == "call_function"}
     for node in sorted(calls, reverse=True):
         if not node.users:
@@ -300,7 +311,7 @@ def _erase_unused(program: Program, nodes: Iterable[Any], gone: set[fx.Node]) ->
 def replace(
     program: Program, outputs: list[fx.Node], replacement: Function, captures: dict[str, Any], anchor: fx.Node
 ) -> list[fx.Node]:
-    """Write `replacement(**captures)` before `anchor`, typed and named, and give it the uses of `outputs`."""
+    """Insert `replacement(**captures)` before `anchor`, typed and named, and redirect the users of `outputs` to it."""
     tracer = GraphAppendingTracer(program.graph)
     wanted = {name: captures[name] for name in inspect.signature(replacement).parameters if name in captures}
     before = anchor.prev
@@ -324,5 +335,5 @@ def replace(
 
 
 def short_name(node: fx.Node) -> str:
-    """`silu_mul` for `inferc.silu_mul`, the index for a getitem."""
+    """Return the short name of a call: `silu_mul` for `inferc.silu_mul`, the index for a getitem."""
     return str(node.args[1]) if node.target is operator.getitem else target_name(node.target).split(".")[1]

@@ -1,8 +1,9 @@
-"""Passes of a user, from outside the package: found by name, checked before anything is read, and run.
+"""Find, check and run passes that a user brings from outside the package.
 
 A pass is an object with a `name` that is called with the program, edits it in place and returns how many rewrites it
-made. It may have `after` (the pass of ours it runs after), `kernels` (rows in front of KERNELS) and `headers` (the
-folder of .h files that the C++ of its kernels is in). docs/extending.md teaches it.
+made. It may have `after` (the built-in pass that it runs after), `kernels` (rows in front of KERNELS) and `headers`
+(the folder of the .h files with the C++ of its kernels). All of it is checked before anything of the model is read.
+docs/extending.md shows how to write one.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from inferc.ir.program import Program
 from inferc.passes.verify import interface, verify, verify_interface
 
 NAME = re.compile(r"[A-Za-z]\w*")
-DEFAULT_AFTER = "split_head"  # all is fused; next come quantization, if any, and the choice of kernels
+# All fusions are done after this pass; what follows is quantization, if any, and the choice of kernels.
+DEFAULT_AFTER = "split_head"
 
 
 @dataclass(frozen=True)
 class UserPass:
-    """A pass of a user as the pipeline runs it: its faults are told as its own.
+    """A user's pass as the pipeline runs it, whose errors are reported as errors of that pass.
 
     own_headers: file name to text of the C++ that its kernels call.
     """
@@ -44,7 +46,10 @@ class UserPass:
     own_headers: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, program: Program) -> int:
-        """Raises ConfigError if it fails or breaks the protocol, VerifyError if it breaks the program."""
+        """Run the pass on `program` and return the number of its rewrites.
+
+        Raises ConfigError if it fails or breaks the protocol, and VerifyError if it breaks the program.
+        """
         before, text, weights = interface(program), program.to_text(), dict(program.weights)
         count = _guarded(self.run, f"pass {self.name} ({self.spec})")(program)
         if type(count) is not int or count < 0:
@@ -63,7 +68,10 @@ class UserPass:
 
 
 def load_passes(passes: Sequence[Any]) -> tuple[UserPass, ...]:
-    """The passes that a config names ("module:name", "file.py:name") or holds. Raises ConfigError at the first fault."""
+    """Load the passes that a config names ("module:name" or "file.py:name") or holds as objects.
+
+    Raises ConfigError at the first fault.
+    """
     loaded: list[UserPass] = []
     for each in passes:
         made = _checked(_find(each) if isinstance(each, str) else each, pass_spec(each))
@@ -77,7 +85,7 @@ def load_passes(passes: Sequence[Any]) -> tuple[UserPass, ...]:
 
 
 def _headers_taken(made: UserPass, loaded: list[UserPass]) -> list[str]:
-    """Names of header files that have another text already: passes may share a folder."""
+    """Return the names of header files that exist already with another text; several passes may share one folder."""
     texts = [item for other in loaded for item in other.own_headers.items()]
     return [*HEADERS, *(name for name, text in texts if made.own_headers.get(name, text) != text)]
 
@@ -116,7 +124,7 @@ def _import(where: str, spec: str) -> ModuleType:
 
 
 def _import_file(path: Path, spec: str) -> ModuleType:
-    """A file as a module, once a process: it may define ops, which torch takes once."""
+    """Import a file as a module, once per process, because it may define ops, which torch registers only once."""
     if not path.is_file():
         raise ConfigError(f"--pass {spec}: there is no file {path}; expected a Python module")
     path = path.resolve()
@@ -126,7 +134,8 @@ def _import_file(path: Path, spec: str) -> ModuleType:
     found = importlib.util.spec_from_file_location(path.stem, path)
     assert found is not None and found.loader is not None, path
     module = importlib.util.module_from_spec(found)
-    # By its path, which no import statement can ask for: the stem may be the name of another module.
+    # Register the module under its path, which no import statement can name: the stem may be the name of another
+    # module.
     sys.modules[str(path)] = module
     try:
         found.loader.exec_module(module)
@@ -171,7 +180,7 @@ def _kernels(found: Any, spec: str) -> tuple[Kernel, ...]:
 
 
 def _own(kernel: Kernel, spec: str) -> Kernel:
-    """The row with functions whose faults are told as the user's."""
+    """Wrap the functions of a kernel row so that their errors are reported as the user's."""
     told = f"kernel {kernel.name} of {spec}"
 
     def emit(*args: Any) -> Any:
@@ -192,7 +201,7 @@ def _headers(folder: Any, spec: str) -> dict[str, str]:
 
 
 def _guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """`function` as called, what it raises being the user's fault."""
+    """Wrap `function` so that whatever it raises becomes a ConfigError that names `what`."""
 
     def call(*args: Any) -> Any:
         try:
@@ -206,5 +215,5 @@ def _guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def _told(error: BaseException) -> str:
-    """An exception in one line."""
+    """Format an exception as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

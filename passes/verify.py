@@ -1,4 +1,4 @@
-"""What must hold of a Program after every pass, and which ops it may hold at each checkpoint."""
+"""Check what must hold of a Program after every pass, and which ops it may contain at each checkpoint."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ LOWERED = frozenset(
         inferc.expert_combine.default,
     }
 )
-"""Every node has a kernel."""
+"""The ops of a lowered program, in which every node has a kernel."""
 
 CAPTURED = "captured"
-"""Any ATen op, `inferc.attention`, `inferc.moe_experts` and `inferc.moe_routing`: what the frontend makes."""
+"""The checkpoint behind the frontend: any ATen op, `inferc.attention`, `inferc.moe_experts`, `inferc.moe_routing`."""
 
 SERVABLE = "servable"
-"""Attention reads the KV cache: nothing else mixes tokens any more."""
+"""The checkpoint after which attention reads the KV cache: no other op mixes tokens any more."""
 
 _CAPTURED_OPS = frozenset({inferc.attention.default, inferc.moe_experts.default, inferc.moe_routing.default})
 
@@ -94,7 +94,7 @@ def _allowed(checkpoint: Any, target: Any, own_ops: frozenset[str]) -> bool:
 
 
 def check_ops(program: Program, checkpoint: Any, own_ops: frozenset[str] = frozenset()) -> None:
-    """Raise VerifyError at the first node that the checkpoint (CAPTURED, SERVABLE or LOWERED) does not know.
+    """Raise VerifyError at the first node whose op the checkpoint (CAPTURED, SERVABLE or LOWERED) does not allow.
 
     own_ops: the ops of a user's kernels, as target_name prints them; they may be there from CAPTURED on.
     """
@@ -129,7 +129,7 @@ def verify(program: Program) -> None:
 
 
 def _verify_order(program: Program) -> None:
-    """One output, last; every value is made before it is read, and is read."""
+    """Check that there is one output, at the end, and that every value is made before it is read, and is read."""
     seen: set[fx.Node] = set()
     nodes = list(program.graph.nodes)
     if [node.op for node in nodes].count("output") != 1 or nodes[-1].op != "output":
@@ -145,7 +145,7 @@ def _verify_order(program: Program) -> None:
 
 
 def interface(program: Program) -> dict[str, str]:
-    """What the frontend, the cache and the runner rely on, as text."""
+    """Describe as text what the frontend, the cache and the runner rely on: inputs, results, KV groups, block size."""
     (results,) = program.output().args
     values = [each.meta.get("val") for each in results]  # type: ignore[union-attr]
     return {
@@ -157,7 +157,7 @@ def interface(program: Program) -> dict[str, str]:
 
 
 def verify_interface(program: Program, before: dict[str, str]) -> None:
-    """Raise VerifyError if the program's `interface` is no longer `before`."""
+    """Raise VerifyError if the program's `interface` differs from `before`."""
     for what, now in interface(program).items():
         if now != before[what]:
             fault = f"has other {what} than before: found {now or 'none'}, expected {before[what]}"
@@ -195,7 +195,7 @@ def type_text(value: Any) -> str:
 
 
 def drawing(program: Program, node: fx.Node, fault: str) -> str:
-    """The fault, and the lines around the node with a marker."""
+    """Format a fault with the lines of the program around the node, which is marked by an arrow."""
     lines = program.to_text().splitlines()
     calls = [each for each in program.graph.nodes if each.op != "get_attr"]
     name = node.meta.get("name", node.name)

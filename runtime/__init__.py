@@ -1,1 +1,1 @@
-"""An artifact at work: numpy and tokenizers, no torch."""
+"""The runtime, which serves a compiled artifact with numpy and tokenizers, without torch."""

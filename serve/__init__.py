@@ -1,1 +1,1 @@
-"""The network: gRPC and HTTP endpoints over models."""
+"""The server, which offers models over gRPC and HTTP."""

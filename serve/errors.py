@@ -1,4 +1,4 @@
-"""What a server refuses and why: the errors that clients are told of, each with its row in statuses.py."""
+"""The errors for which a server refuses a request; statuses.py has the status of each for clients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from inferc.errors import InfercError, RequestError
 
 
 class EngineUnavailable(InfercError):
-    """The engine takes no requests: the server shuts down, or the engine died. retry_after: seconds until it may be back."""
+    """An error that says that the engine takes no requests: the server shuts down, or the engine died.
+
+    retry_after: seconds until the engine may be back.
+    """
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -14,11 +17,14 @@ class EngineUnavailable(InfercError):
 
 
 class NoPlace(EngineUnavailable):
-    """The model sleeps, and none of those that are awake made room in time."""
+    """An error that says that the model sleeps, and that none of the awake models made room in time."""
 
 
 class QueueFull(InfercError):
-    """Too many sequences are running or waiting. retry_after: seconds until there may be room."""
+    """An error that says that too many sequences are running or waiting.
+
+    retry_after: seconds until there may be room.
+    """
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -26,43 +32,46 @@ class QueueFull(InfercError):
 
 
 class RequestAborted(InfercError):
-    """Somebody else ended the request."""
+    """An error that says that the request was ended by somebody other than its reader."""
 
 
 class RequestIdInUse(RequestError):
-    """A request of this id is still running."""
+    """An error that says that another request with the same id is still running."""
 
 
 class RequestTimeout(InfercError):
-    """A request was not done within its time."""
+    """An error that says that the request was not done within its time."""
 
 
 class EventsOff(InfercError):
-    """Nobody collects them."""
+    """An error that says that KV events are asked for, and that the engine does not collect them."""
 
 
 class BatchesGone(InfercError):
-    """The batches that a subscriber asks for are not kept any more, or were never there."""
+    """An error that says that batches of KV events are not kept any more, or never existed."""
 
 
 class NotServed(RequestError):
-    """The request names a model that this server does not have."""
+    """An error that says that the request names a model that this server does not have."""
 
 
 class ModelsFixed(InfercError):
-    """The server was not told where other models are."""
+    """An error that says that the server can load no other models, as it was given no folder of models."""
 
 
 class Unauthenticated(InfercError):
-    """No key, or none that is known."""
+    """An error that says that the request has no API key, or one that is unknown."""
 
 
 class Forbidden(InfercError):
-    """The key is not for this."""
+    """An error that says that the API key does not permit this call."""
 
 
 class RateLimited(InfercError):
-    """The key has asked too often, or for too much at once. retry_after: seconds until it may again."""
+    """An error that says that the API key has reached its rate limit, or its number of requests at once.
+
+    retry_after: seconds until the next request may succeed.
+    """
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

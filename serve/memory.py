@@ -1,4 +1,4 @@
-"""A server's memory: garbage collections that nobody waits for, and what is free given back to the system."""
+"""The server's memory housekeeping: garbage collection when it is idle, and free memory returned to the system."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import gc
 import time
 from collections.abc import Callable
 
-YOUNG_OBJECTS = 10_000  # that are made before the young ones are looked at
+YOUNG_OBJECTS = 10_000  # allocations before a collection of the youngest generation
 TIDY_SECONDS, COLLECT_AT_LAST_SECONDS = 30.0, 120.0
 
 
 def spare_the_collector() -> None:
-    """Keep Python's garbage collections short: a whole one looks at every object, and stops all streams for a tenth of a second
-    where there are a thousand.
+    """Keep Python's automatic garbage collections short.
 
-    What is there now stays for good, and is left out. Young objects are looked at as ever; whole collections are `tidy`'s.
+    A full collection looks at every object, and stops all streams for a tenth of a second if there are a thousand. So
+    the objects that exist now are frozen, which excludes them from collections. Young objects are collected as usual;
+    full collections are left to `tidy`.
     """
     gc.collect()
     gc.freeze()
@@ -24,7 +25,10 @@ def spare_the_collector() -> None:
 
 
 async def tidy(is_idle: Callable[[], bool]) -> None:
-    """Collect all garbage when nobody waits, or it has been long, and give back what is free: every half minute, for ever."""
+    """Collect garbage and return free memory every TIDY_SECONDS, for ever.
+
+    A full collection is done only while the server is idle, or if the last was longer than COLLECT_AT_LAST_SECONDS ago.
+    """
     last = time.monotonic()
     while True:
         await asyncio.sleep(TIDY_SECONDS)
@@ -35,10 +39,12 @@ async def tidy(is_idle: Callable[[], bool]) -> None:
 
 
 def give_back() -> None:
-    """Give memory that is free back to the system: tenths of a second where it is gigabytes, without the interpreter's lock.
+    """Return free memory to the system.
 
-    glibc keeps what is not at the end of one of its heaps, of which each thread has its own: hundreds of megabytes of a text of
-    four million characters that was tokenized once, whose last small piece is in use. Other C libraries keep little.
+    This takes tenths of a second if gigabytes are free, without holding the interpreter's lock. Each thread has a
+    heap of its own in glibc, which keeps free memory that is not at the end of a heap: hundreds of megabytes after a
+    text of four million characters was tokenized once, if a small last piece is in use. Other C libraries keep
+    little.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""How many files the server may have open: a client that streams has a connection, and each connection is one."""
+"""The limit of open files of the server, and the number of connections that follows from it (each is an open file)."""
 
 from __future__ import annotations
 
@@ -9,40 +9,46 @@ from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
-RESERVE = 512  # libraries, weights, pipes, sockets that listen, and clients that come to be refused
-MOST_CONNECTIONS = 1 << 16  # where files are not limited
+RESERVE = 512  # libraries, weights, pipes, listening sockets, and clients that are about to be refused
+MOST_CONNECTIONS = 1 << 16  # used if the system does not limit open files
 
 
 @dataclass(frozen=True)
-class Places:
-    """How many connections each endpoint takes at the same time. gRPC has many streams on one."""
+class ConnectionLimits:
+    """The number of connections that each endpoint takes at the same time; a gRPC connection has many streams."""
 
     http: int
     grpc: int
 
 
-def allow_open_files(num_streams: int) -> Places:
-    """Raise the soft limit to what so many streams over HTTP, as many idle connections and as many to gRPC take, up to the hard
-    limit; where not even the streams fit, say so. Returns the places that there are then."""
+def allow_open_files(num_streams: int) -> ConnectionLimits:
+    """Raise the soft limit of open files as far as needed and allowed, and return the number of connections that fit.
+
+    Needed are num_streams connections that stream over HTTP, as many idle ones, and as many to gRPC. The hard limit
+    is the bound. A warning is logged if not even the streams fit.
+    """
     needed, wanted = num_streams + RESERVE, 3 * num_streams + RESERVE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
-        with suppress(OSError, ValueError):  # a system may have limits beside these
+        with suppress(OSError, ValueError):  # the system may have further limits
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         log.warning(
-            "%d files may be open, and %d streams take %d: connections beyond that are not taken; raise the hard limit (ulimit -Hn,"
-            " LimitNOFILE= of systemd)",
+            "%d files may be open, and %d streams take %d: connections beyond that are not taken;"
+            " raise the hard limit (ulimit -Hn, LimitNOFILE= of systemd)",
             allowed,
             num_streams,
             needed,
         )
-    return _places(MOST_CONNECTIONS if allowed == resource.RLIM_INFINITY else allowed)
+    return _limits(MOST_CONNECTIONS if allowed == resource.RLIM_INFINITY else allowed)
 
 
-def _places(allowed: int) -> Places:
-    """Of so many open files, all but the reserve; a third where that is more, as few files allow few of anything."""
+def _limits(allowed: int) -> ConnectionLimits:
+    """Split the open files into connections: all but RESERVE, or a third of all files if that is more.
+
+    With few files, the reserve needs fewer, too. Two thirds of the connections are for HTTP, one third for gRPC.
+    """
     connections = min(max(allowed - RESERVE, allowed // 3), MOST_CONNECTIONS)
-    return Places(http=connections - connections // 3, grpc=connections // 3)
+    return ConnectionLimits(http=connections - connections // 3, grpc=connections // 3)

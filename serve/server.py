@@ -1,4 +1,4 @@
-"""`inferc serve`: the models, the endpoints, and an orderly end."""
+"""The server behind `inferc serve`: it loads the models, runs the HTTP and gRPC endpoints, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inferc.serve.kv_events.log import KvPublisherConfig
 from inferc.serve.memory import spare_the_collector, tidy
 from inferc.serve.models.models import ModelOptions, Models, ModelSource
 from inferc.serve.observe.metrics_page import MetricsPage
-from inferc.serve.open_files import Places, allow_open_files
+from inferc.serve.open_files import ConnectionLimits, allow_open_files
 from inferc.serve.security.access import Access, Limits
 from inferc.serve.signals import Signals, handlers_kept
 from inferc.serve.under_way import UnderWay
@@ -37,32 +37,33 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LAG_SECONDS, LAG_EVERY_SECONDS = 1.0, 0.05
-# How long the event loop waits for a thread that computes, each time that it was not the one to run: some ten times a request.
+# The interpreter's switch interval: how long the event loop waits for a thread that computes before it gets its turn,
+# which happens about ten times per request.
 SWITCH_SECONDS = 0.001
-CUT_SECONDS = 1.0  # for streams that were ended to hand their last message over
+CUT_SECONDS = 1.0  # time for streams that were ended to send their last message
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What to serve and where."""
+    """The configuration of a server: what it serves, where, and to whom."""
 
     models: tuple[ModelSource, ...]
     host: str = "127.0.0.1"
     grpc_port: int = 50051  # 0 takes a free one
     http_port: int | None = 8000  # None: no HTTP
     options: ModelOptions = dataclasses.field(default_factory=ModelOptions)
-    model_folder: Path | None = None  # of artifacts that can be loaded later, by their names
-    kv_publisher: KvPublisherConfig | None = None  # of what the engine collects under `kv_events`
-    metrics_compat: Literal["none", "vllm"] = "none"  # whose names metrics have besides
-    api_keys: Path | None = None  # the file of keys; without one anybody may ask
-    limits: Limits = dataclasses.field(default_factory=Limits)  # of every request
-    max_body_bytes: int = 64 << 20  # of an HTTP request
-    tls_cert: Path | None = None  # PEM files
+    model_folder: Path | None = None  # folder of artifacts that clients can load later, by name
+    kv_publisher: KvPublisherConfig | None = None  # publishes the KV events that the engine collects
+    metrics_compat: Literal["none", "vllm"] = "none"  # other software whose metric names are served too
+    api_keys: Path | None = None  # the file of API keys; None: no key is needed
+    limits: Limits = dataclasses.field(default_factory=Limits)  # limits of every request
+    max_body_bytes: int = 64 << 20  # bytes of an HTTP request's body
+    tls_cert: Path | None = None  # PEM file
     tls_key: Path | None = None
-    tls_client_ca: Path | None = None  # only clients with a certificate of these authorities are let in
-    otlp_endpoint: str | None = None  # of an OpenTelemetry collector, http://HOST:4318
-    trace_ratio: float = 1.0  # of requests whose clients decided nothing
-    insecure: bool = False  # listen beyond the loopback interface though anybody may ask
+    tls_client_ca: Path | None = None  # let in only clients with a certificate of these authorities
+    otlp_endpoint: str | None = None  # an OpenTelemetry collector, http://HOST:4318
+    trace_ratio: float = 1.0  # share of requests traced, of those whose client did not decide it
+    insecure: bool = False  # listen beyond the loopback interface although no key is needed
 
     def __post_init__(self) -> None:
         engine = self.options.engine
@@ -84,7 +85,7 @@ class ServeConfig:
 
     @property
     def is_open(self) -> bool:
-        """Whether it answers to whom it does not know, because only this machine reaches it."""
+        """Whether anybody may send requests, which is allowed because only this machine reaches the server."""
         return self.api_keys is None and self.tls_client_ca is None and not self.insecure
 
     def _check_access(self) -> None:
@@ -104,33 +105,33 @@ class ServeConfig:
                 host = endpoint.removeprefix("tcp://").rpartition(":")[0]
                 if endpoint.startswith("tcp://") and not http_address.is_loopback(host):
                     raise ConfigError(
-                        f"{endpoint} can be reached from elsewhere, and ZeroMQ subscribers see everybody's prompts without"
-                        " a key: use the loopback interface, or --insecure in a network where all may see them"
+                        f"{endpoint} can be reached from elsewhere, and ZeroMQ subscribers see everybody's prompts"
+                        " without a key: use the loopback interface, or --insecure in a network where all may see them"
                     )
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a server listens, as HOST:PORT."""
+    """The addresses on which a server listens, as HOST:PORT."""
 
     grpc: str
     http: str | None
 
 
 def serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
-    """Serve until SIGTERM or ^C; `on_ready` is called once requests are taken. Returns an exit code.
+    """Serve until SIGTERM or ^C, and return an exit code; `on_ready` is called once requests are taken.
 
-    Handlers of both signals are what they were when it returns. Raises ArtifactError or ConfigError if it cannot start.
+    The handlers of both signals are restored on return. Raises ArtifactError or ConfigError if the server cannot start.
     """
     with handlers_kept():
         return asyncio.run(_serve(config, on_ready))
 
 
 async def _serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> int:
-    places = allow_open_files(config.options.max_sequences * max(1, len(config.models)))
+    limits = allow_open_files(config.options.max_sequences * max(1, len(config.models)))
     signals = Signals()
     try:
-        server = _Server(config, places)
+        server = _Server(config, limits)
         try:
             return await server.run(signals, on_ready)
         finally:
@@ -140,19 +141,17 @@ async def _serve(config: ServeConfig, on_ready: Callable[[Addresses], None]) -> 
 
 
 class _Server:
-    """The parts of a running server. Ports are taken at once, before anything is loaded."""
+    """The parts of a running server; its ports are bound at once, before any model is loaded."""
 
-    def __init__(self, config: ServeConfig, places: Places) -> None:
-        self.config, self._places = config, places
+    def __init__(self, config: ServeConfig, limits: ConnectionLimits) -> None:
+        self.config, self._limits = config, limits
         self._tracing = self._open_tracing()
-        self.models = Models(
-            *(config.models, config.options, config.model_folder, self._on_change), tracing=self._tracing
-        )
+        self.models = Models(config.models, config.options, config.model_folder, self._on_change, tracing=self._tracing)
         self.access = Access(config.api_keys, config.limits)
         self.metrics = MetricsPage(self.models, config.metrics_compat)
         self._certificates = self._open_certificates()
         credentials = None if self._certificates is None else self._certificates.grpc_credentials()
-        self.grpc = GrpcServer(config.host, config.grpc_port, credentials, places.grpc)
+        self.grpc = GrpcServer(config.host, config.grpc_port, credentials, limits.grpc)
         self._listener = None if config.http_port is None else http_address.bind(config.host, config.http_port)
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
@@ -165,7 +164,7 @@ class _Server:
         self.metrics.calls[method, code] += 1
 
     async def _measure_lag(self) -> None:
-        """How late the event loop is: what everybody who is served has to wait."""
+        """Measure, for ever, how late the event loop is, which delays every request."""
         while True:
             worst, end = 0.0, time.monotonic() + LAG_SECONDS
             while (now := time.monotonic()) < end:
@@ -228,7 +227,7 @@ class _Server:
         await self._drain(first, signals)
         for task in tasks:
             task.cancel()
-        # Whoever supervises us must not take a dead engine for an orderly end.
+        # The exit code tells a process supervisor that an engine was given up, so that this is no orderly end.
         return 1 if was_broken else _exit_code(first)
 
     def _start_http(self, listener: socket.socket) -> None:
@@ -244,7 +243,7 @@ class _Server:
             checks_host=config.is_open and context is None,
             under_way=self._under_way,
         )
-        self._http = HttpServer(app, listener, context, self._places.http, config.max_body_bytes)
+        self._http = HttpServer(app, listener, context, self._limits.http, config.max_body_bytes)
         self._http_task = asyncio.create_task(self._http.run_until_stopped())
 
     @property
@@ -267,25 +266,28 @@ class _Server:
     async def _load(self) -> None:
         if self._publisher is not None:
             self._publisher.start()
-        if self._listener is not None:  # a third of a second of imports, while the engine's process starts
+        if self._listener is not None:  # import the HTTP modules (a third of a second) while the engine starts
             importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "inferc.serve.http.server"))
             await asyncio.gather(self.models.load_all(), importing)
         else:
             await self.models.load_all()
 
     async def _report_health(self) -> None:
-        """Say what the models' states are to those who ask for health, as soon as they change."""
+        """Update the health service, for ever, as soon as the state of a model changes."""
         while True:
             self._changed.clear()
             self.grpc.set_serving(self.models.is_serving and not self._is_draining)
             await self._changed.wait()
 
     async def _end_requests(self, limit_seconds: float) -> None:
-        """Let what is being answered end, at most this long: what the engine has first, and then what is left to be said of it."""
+        """Wait at most this long for the requests that are being answered.
+
+        First the engines finish their requests, then the rest of the answers is written.
+        """
         end = time.monotonic() + limit_seconds
         try:
             await self.models.drain(limit_seconds)
-        finally:  # subscriptions would go on for ever
+        finally:  # subscriptions to KV events would otherwise never end
             for model in self.models.served:
                 if model.kv_events is not None:
                     model.kv_events.close("the server is shutting down")

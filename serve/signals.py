@@ -1,9 +1,10 @@
-"""The signals that end a server: orderly as long as it can hear them, and in any case.
+"""The signals that end a server: an orderly end if the event loop still runs, and an end in any case.
 
-Python runs a handler when the interpreter gets to it, so an event loop that hangs would hear of no signal. So each signal
-is taken once, and where the loop does not get to the first, the second is the system's, which ends the process. From the first
-on a watchdog, which needs no interpreter, ends a process whose loop stands still; from the second on, one that is
-not done soon. It writes where every thread was.
+Python runs a signal handler only when the interpreter gets to it, so a hanging event loop would never see a signal.
+Therefore each handler is installed for one delivery. If the loop does not handle the first signal, the second one has
+the system's default action, which ends the process. From the first handled signal on, a watchdog that does not need
+the interpreter (faulthandler) ends a process whose event loop hangs; from the second on, it ends a process that is not
+done soon. It prints the stack of every thread.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-HANG_SECONDS = 10.0  # that a loop stands still while requests end
-LAST_SECONDS = 20.0  # for everything to be closed after the second signal; engines have ten of them
+HANG_SECONDS = 10.0  # the watchdog ends a process whose event loop does not run for so long while requests end
+LAST_SECONDS = 20.0  # time limit to close everything after the second signal; engines have ten seconds of it
 BEAT_SECONDS = 0.5
 STDERR = 2
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
@@ -26,7 +27,7 @@ SA_RESETHAND = 0x80000000
 
 
 class Signals:
-    """SIGTERM and SIGINT, in the order in which they come, for the running event loop."""
+    """The queue of SIGTERM and SIGINT signals for the running event loop, in the order in which they come."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -37,11 +38,11 @@ class Signals:
             self._listen(number)
 
     async def get(self) -> signal.Signals:
-        """The next one."""
+        """Wait for the next signal and return it."""
         return await self._queue.get()
 
     def close(self) -> None:
-        """Listen no more: what comes now ends the process at once."""
+        """Stop listening: a signal that comes from now on ends the process at once."""
         if self._beat is not None:
             self._beat.cancel()
         faulthandler.cancel_dump_traceback_later()
@@ -76,18 +77,18 @@ class Signals:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Behind it, handlers of SIGTERM and SIGINT are what they were in front."""
+    """Restore the handlers of SIGTERM and SIGINT after the body."""
     before = {number: signal.getsignal(number) for number in NUMBERS}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # else it is not Python's to set
+            if handler is not None:  # None: it was not installed by Python, which cannot restore it
                 signal.signal(number, handler)
 
 
 class _SigAction(ctypes.Structure):
-    """`struct sigaction` of Linux on x86-64 and AArch64, by glibc and by musl."""
+    """The `struct sigaction` of Linux on x86-64 and AArch64, as in glibc and musl."""
 
     _fields_ = (
         ("handler", ctypes.c_void_p),
@@ -98,7 +99,7 @@ class _SigAction(ctypes.Structure):
 
 
 def _take_once(number: signal.Signals) -> None:
-    """Have the system forget the handler as it calls it; Python's `signal` knows no such flag."""
+    """Make the system reset the handler when it calls it (SA_RESETHAND); Python's `signal` has no such flag."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return
     sigaction, action = ctypes.CDLL(None).sigaction, _SigAction()

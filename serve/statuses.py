@@ -1,6 +1,6 @@
-"""What each error of ours is for a client: one table for gRPC and HTTP.
+"""The table that maps each error to its gRPC and HTTP status for clients.
 
-Anything that is not here is our fault, and only the log tells more.
+An error that is not in the table is a fault of the server; its details are only in the log.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from inferc.serve.errors import (
 
 log = logging.getLogger(__name__)
 
-# Until whoever watches /live has started a server again whose engine was given up; and where else nobody knows.
+# The retry_after of EngineUnavailable errors that state none. It is the time in which an orchestrator that probes /live
+# restarts a server whose engine was given up.
 GIVEN_UP_SECONDS = 30.0
 MAX_MESSAGE = 2000  # characters: gRPC sends it as a header
 OUR_FAULT = "internal error; the server's log has the details"
@@ -35,7 +36,11 @@ OUR_FAULT = "internal error; the server's log has the details"
 
 @dataclass(frozen=True)
 class Status:
-    """grpc: the name of the code. http: the status. kind and code: as in OpenAI's error object."""
+    """The status of an error for clients.
+
+    grpc: the name of the gRPC status code. http: the HTTP status. kind and code: the `type` and `code` of OpenAI's
+    error object.
+    """
 
     grpc: str
     http: int
@@ -43,7 +48,7 @@ class Status:
     code: str | None = None
 
 
-# Of a model that was to be loaded. Their messages name files of the server, so they are for its log alone.
+# The errors of a model that cannot be loaded. Their messages name files of the server, so only the log shows them.
 NOT_LOADABLE = (ArtifactError, ConfigError, UnsupportedError)
 INTERNAL = Status("INTERNAL", 500, "server_error")
 STATUSES: tuple[tuple[type[Exception], Status], ...] = (
@@ -67,30 +72,36 @@ STATUSES: tuple[tuple[type[Exception], Status], ...] = (
 
 
 @dataclass(frozen=True)
-class Told:
-    """An error as a client is told of it. retry_after: seconds until another try is worth while, where that is known."""
+class ClientError:
+    """An error in the form in which a client gets it.
+
+    retry_after: seconds until another try makes sense; None if that is unknown, or if no retry helps.
+    """
 
     status: Status
     message: str
     retry_after: float | None = None
 
 
-def told(error: Exception) -> Told:
-    """What to tell a client; logs what is our fault."""
+def to_client_error(error: Exception) -> ClientError:
+    """Return an error in the form for clients, and log it if it is a fault of the server."""
     for kind, status in STATUSES:
         if isinstance(error, kind):
             retry_after = getattr(error, "retry_after", None)
             if retry_after is None and isinstance(error, EngineUnavailable):
                 retry_after = GIVEN_UP_SECONDS
-            return Told(status, _sendable(str(error)), retry_after)
+            return ClientError(status, _sendable(str(error)), retry_after)
     if isinstance(error, NOT_LOADABLE):
         log.error("%s", error)
         status = Status("FAILED_PRECONDITION", 409, "invalid_request_error", "model_not_loadable")
-        return Told(status, "the model cannot be loaded; the server's log has the details")
+        return ClientError(status, "the model cannot be loaded; the server's log has the details")
     log.error("a call failed", exc_info=error)
-    return Told(INTERNAL, OUR_FAULT)
+    return ClientError(INTERNAL, OUR_FAULT)
 
 
 def _sendable(message: str) -> str:
-    """A message that every protocol can carry: it may quote half of a surrogate pair, or a name of any length, that a client sent."""
+    """Return a message in a form that every protocol can carry.
+
+    It may quote what a client sent: half of a surrogate pair, which is escaped, or a very long name, which is cut.
+    """
     return message[:MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()

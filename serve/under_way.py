@@ -1,4 +1,4 @@
-"""What is being answered, over both interfaces: for the end of a server to wait for."""
+"""The count of requests that are being answered, over HTTP and gRPC, for which the shutdown of the server waits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from contextlib import contextmanager, suppress
 
 
 class UnderWay:
-    """Counts requests that have come whole and are not answered: those that the engine has, and those whose text is still tokenized
-    or rendered, or whose answer is being written."""
+    """A count of the requests that were received completely and are not fully answered.
+
+    These are the requests in the engine, those whose text is still being rendered or tokenized, and those whose
+    answer is still being written.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -27,7 +30,7 @@ class UnderWay:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Count one while it is inside."""
+        """Count one request while the body runs."""
         self.begin()
         try:
             yield
@@ -35,8 +38,8 @@ class UnderWay:
             self.end()
 
     async def over(self, limit_seconds: float) -> bool:
-        """Wait until nothing is, at most this long. Whether nothing is."""
+        """Wait at most this long until no request is under way, and return whether none is."""
         if self.count and limit_seconds > 0:
-            with suppress(asyncio.TimeoutError):
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._none.wait(), limit_seconds)
         return not self.count

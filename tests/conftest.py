@@ -43,7 +43,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end: no search for garbage goes through it again, nor through all that is new as often."""
+    """Keep what was imported and collected out of every later search for garbage, and search less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

@@ -1,4 +1,4 @@
-"""The form in which a template reads messages, found by rendering; templates are in the styles of those that people ship."""
+"""The form in which a chat template reads messages, found by rendering, for templates in the styles of real models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from inferc.chat_form import ChatForm, Message, find_form, form_of
 EACH = "{% for m in messages %}"
 END = "{% endfor %}"
 PARTS = "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
-CALLS = "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}</call>{% endfor %}"
+CALLS = (
+    "{% for call in m.tool_calls or [] %}"
+    "<call>{{ call.function.name }} {{ call.function.arguments | tojson }}</call>{% endfor %}"
+)
 
 STYLES = {
     "plus": (
@@ -44,7 +47,8 @@ STYLES = {
     ),
     "is none": (
         EACH + "{% if m['role'] == 'assistant' and m['content'] is none %}"
-        "{% for call in m['tool_calls'] %}{{ 'CALL ' + call['function']['name'] + ' ' + call['function']['arguments'] }}{% endfor %}"
+        "{% for call in m['tool_calls'] %}"
+        "{{ 'CALL ' + call['function']['name'] + ' ' + call['function']['arguments'] }}{% endfor %}"
         "{% else %}{{ m['role'] + ': ' + m['content'] }}{% endif %}" + END,
         ChatForm("text", "none", "json", calls_beside_text=False, tools=False),
     ),
@@ -54,8 +58,8 @@ STYLES = {
     ),
     "items": (
         EACH + "{{ m.role }}: {{ m.content }}{% for call in m.tool_calls %}"
-        "{% for name, value in call.function.arguments.items() %}<{{ name }}>{{ value }}</{{ name }}>{% endfor %}{% endfor %}"
-        + END,
+        "{% for name, value in call.function.arguments.items() %}<{{ name }}>{{ value }}</{{ name }}>{% endfor %}"
+        "{% endfor %}" + END,
         ChatForm(tools=False),
     ),
     "no results": (
@@ -150,7 +154,8 @@ def test_a_form_is_stored_and_said() -> None:
         "content as text, arguments of tool calls as an object, developer messages as system messages"
     )
     assert str(ChatForm("part", tools=False, calls_beside_text=False, system=False)) == (
-        "content as a list of one part, arguments of tool calls as an object, no calls beside text, no list of tools, no system messages"
+        "content as a list of one part, arguments of tool calls as an object, no calls beside text, no list of tools,"
+        " no system messages"
     )
 
 

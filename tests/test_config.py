@@ -30,7 +30,10 @@ GROUPS = (CacheGroup(1000),)
         ({"dtype": "bfloat61"}, "dtype is 'bfloat61', expected bfloat16 or float32 or float16 or auto"),
         (
             {"quantize": "int3"},
-            "quantize is 'int3', expected int8 or w8a8 or fp8 or int4 or int4-g32 or int4-g64 or int4-g128 or leaving it out",
+            (
+                "quantize is 'int3', expected int8 or w8a8 or fp8 or int4 or int4-g32 or int4-g64 or int4-g128"
+                " or leaving it out"
+            ),
         ),
         ({"max_model_len": 0}, "max_model_len is 0, expected at least 1"),
         ({"max_model_len": "long"}, "max_model_len is 'long', expected auto or a whole number"),

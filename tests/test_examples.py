@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,6 @@ def test_the_whole_line(tiny_llama_folder: Path, tmp_path: Path) -> None:
     assert "fuse_rms_norm: " in out and "last_row: 1 rewrites" in out
     found = json.loads(out.splitlines()[-2])
     prompt = Tokenizer.from_file(str(tiny_llama_folder / "tokenizer.json")).encode("def add").ids
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama_folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_llama_folder, dtype=torch.float32)
     generated = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=-1)
     assert found == generated[0, len(prompt) :].tolist()

@@ -1,11 +1,12 @@
-"""Measure the layout of the package: folders, imports, circles, where targets are named, and what is long.
+"""Measure the layout of the package: folders, import depth, import cycles, mentions of targets, and long code.
 
-`python tools/house.py` measures this checkout, `python tools/house.py BEFORE AFTER` two of them side by side. What is counted:
+`python tools/house.py` measures this checkout, `python tools/house.py BEFORE AFTER` compares two checkouts. It counts:
 
-- files and lines, and boxes: what a folder shows when it is opened, modules and folders;
-- floors of a folder: the longest way through the imports between its boxes, and of the whole through its modules;
-- circles: groups of modules, or of boxes of one folder, that import each other, for type checking and inside functions too;
-- target lines: lines of code outside a target's own folders that name a target or ask which one they are in;
+- files, lines and boxes; the boxes of a folder are its direct entries: modules and subfolders;
+- floors: the length of the longest import path between the boxes of a folder, and between all modules of the package;
+- circles: groups of modules, or of boxes of one folder, that import each other, including imports for type checking and
+  inside functions;
+- target lines: lines of code outside a target's own folders that name a target or ask which target it is;
 - functions over 60 lines, modules over 400, classes with more than 25 methods.
 """
 
@@ -22,10 +23,10 @@ from pathlib import Path
 
 STAGES = ("frontend", "passes", "codegen", "runtime", "serve")
 TARGETS = ("cpu", "cuda", "onnx", "tensorrt", "tensorrt-paged", "reference")
-# A target's own rooms, by what stands in their paths: what lies there may name it.
+# The folders that belong to a single target, as patterns of their paths. Code there may name the target.
 OWN_ROOMS = re.compile(
     r"(^|/)(cpp|cpu|triton|cuda|onnx|tensorrt|dense|null)/|(^|/)(reference|targets|onnxruntime)\.py$"
-    # as they were called before they had rooms
+    # file names of older checkouts, in which these modules had no folder of their own
     r"|^runtime/(reference_runner|tensorrt_engine|tensorrt_model|onnx_model|dense_runner|model_runner)\.py$"
 )
 ASKS = re.compile(r"\b(has_dense_cache|runs_cuda_steps|is_standard|rounds_rows|has_fp8|has_segments|of_node)\b")
@@ -36,7 +37,7 @@ DEVICES = re.compile(r"\b(device|target|spec|name|backend|startswith)\b")
 
 @dataclass(frozen=True)
 class Module:
-    """A module of the package: its name without `inferc.`, where it lies, its text."""
+    """A module of the package: its name without `inferc.`, its path and its text."""
 
     name: str
     path: Path
@@ -52,19 +53,19 @@ class Module:
 
     @property
     def doc(self) -> str:
-        """The first line of the docstring."""
+        """The first line of the module's docstring."""
         return (ast.get_docstring(self.tree) or "").partition("\n")[0]
 
 
 def read_modules(root: Path) -> dict[str, Module]:
-    """All modules of the package under a checkout, by name; generated ones are left out."""
+    """Read all modules of the package under a checkout, by name, except generated ones."""
     found = {}
     for top in (root / "src" / "inferc", *(root / stage for stage in STAGES)):
         inside = top.parent if top.name in STAGES else top
         for path in sorted(top.rglob("*.py")):
             within = path.relative_to(inside)
             if path.name.endswith("_pb2.py") or (top.name == "inferc" and within.parts[0] in STAGES):
-                continue  # a link: its files are read where they lie
+                continue  # a symbolic link, whose files are read at their real place
             parts = within.with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             found[name] = Module(name, path.relative_to(root), path.read_text(encoding="utf-8"))
@@ -72,7 +73,7 @@ def read_modules(root: Path) -> dict[str, Module]:
 
 
 def imports(module: Module, modules: Mapping[str, Module]) -> set[str]:
-    """The modules of the package that a module imports, wherever the import stands."""
+    """Return the modules of the package that a module imports, at top level or anywhere else in it."""
     found = set()
     for node in ast.walk(module.tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "inferc":
@@ -93,7 +94,7 @@ def import_graph(modules: Mapping[str, Module]) -> Graph:
 
 
 def components(graph: Graph) -> list[list[str]]:
-    """The strongly connected components, each behind all that it reaches (Tarjan 1972)."""
+    """Return the strongly connected components, each after all components that it reaches (Tarjan 1972)."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -124,7 +125,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def floors(graph: Graph) -> int:
-    """The length of the longest way through a graph, where a circle counts as one."""
+    """Return the length of the longest path through a graph, in which a cycle counts as one node."""
     height: dict[str, int] = {}
     for group in components(graph):
         below = {other for node in group for other in graph[node]} - set(group)
@@ -133,12 +134,12 @@ def floors(graph: Graph) -> int:
 
 
 def folders(modules: Iterable[str]) -> list[str]:
-    """The packages of the package, "" first."""
+    """Return the names of all subpackages in order, beginning with "" for the package itself."""
     return sorted({".".join(name.split(".")[:depth]) for name in modules for depth in range(name.count(".") + 1)})
 
 
 def box_graph(graph: Graph, folder: str) -> Graph:
-    """The imports between what a folder shows: its modules, and its folders as one box each."""
+    """Return the imports between the boxes of a folder: its modules, and each of its subfolders as one box."""
     prefix = f"{folder}." if folder else ""
 
     def box(name: str) -> str | None:
@@ -158,7 +159,7 @@ def box_graph(graph: Graph, folder: str) -> Graph:
 
 
 def code_lines(module: Module) -> dict[int, str]:
-    """The lines of a module that are neither comment, docstring, import nor message."""
+    """Return the lines of a module, by number, that are not comments, docstrings, imports or message texts."""
     lines = dict(enumerate(module.text.splitlines(), 1))
     for node in ast.walk(module.tree):
         is_text = (
@@ -173,7 +174,7 @@ def code_lines(module: Module) -> dict[int, str]:
 
 
 def target_lines(modules: Mapping[str, Module]) -> list[str]:
-    """Lines of code, outside of the targets' own rooms, that name a target or ask which one it is."""
+    """Return the lines of code, outside the targets' own folders, that name a target or ask which target it is."""
     return [
         f"{module.path}:{number}: {line.strip()}"
         for module in modules.values()
@@ -212,7 +213,7 @@ def large_classes(modules: Mapping[str, Module], limit: int = 25) -> list[tuple[
 
 
 def measure(root: Path) -> dict[str, object]:
-    """All figures of a checkout, by name: numbers, and the lists that stand behind them."""
+    """Return all figures of a checkout by name: numbers, and the lists of items that are counted."""
     modules = read_modules(root)
     graph = import_graph(modules)
     sizes = {}
@@ -245,7 +246,7 @@ def measure(root: Path) -> dict[str, object]:
 
 
 def show(measured: list[dict[str, object]]) -> str:
-    """The figures of one or several checkouts as a table, a column each; behind it the lists of the last."""
+    """Return the figures of the checkouts as a table with a column each, followed by the lists of the last one."""
     rows = []
     for name in measured[0]:
         if name != "folders":

@@ -1,6 +1,7 @@
 """Write the module tables of docs/architecture.md: every module with the first line of its docstring.
 
-`python tools/module_tables.py` writes them anew, between the lines `<!-- modules -->` and `<!-- /modules -->`; a test compares.
+`python tools/module_tables.py` rewrites the part between the lines `<!-- modules -->` and `<!-- /modules -->`. A test
+checks that the page is up to date.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ START, END = "<!-- modules -->\n", "<!-- /modules -->\n"
 
 
 def tables() -> str:
-    """A table a folder, the rooms along the line: its own docstring above, a row a module."""
+    """Return one table per folder, in the order of the pipeline, with the folder's docstring and a row per module."""
     modules = read_modules(ROOT)
     packages = {name for name, module in modules.items() if module.path.name == "__init__.py"}
     found = []
@@ -53,7 +54,7 @@ def _table(package: Module, rows: list[Module]) -> str:
 
 
 def render(page: str) -> str:
-    """The page with its tables made anew."""
+    """Return the page with its tables replaced by new ones."""
     head, _, rest = page.partition(START)
     _, _, tail = rest.partition(END)
     return f"{head}{START}\n{tables()}\n{END}{tail}"

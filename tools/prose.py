@@ -1,9 +1,12 @@
-"""Find prose that a stranger cannot read, as far as a program can tell: `python tools/prose.py [PATH …]` lists it by file and line.
+"""Check that docstrings and comments can be read without their surroundings.
 
-- A docstring's first line is a full sentence that stands alone, for who lands there by search: an imperative, or "The X of Y"; it does
-  not begin with a word that leans on the line before, and ends with a full stop.
-- A comment behind a field ends with it: it never goes on behind the next one.
-- No argument list begins with `*(a, b),`, which only keeps arguments on a line.
+`python tools/prose.py [PATH …]` lists faults by file and line. The rules:
+
+- The first line of a docstring is a full sentence that stands alone, for a reader who finds it by search: an
+  imperative, or "The X of Y". It does not begin with a word that refers to the code around it, and it ends with a full
+  stop.
+- A comment beside a field does not continue beside the next field.
+- No argument list contains `*(a, b),`, whose only purpose is to keep arguments on one line.
 """
 
 from __future__ import annotations
@@ -15,14 +18,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("src/inferc", "frontend", "passes", "codegen", "runtime", "serve", "tools", "examples", "benchmarks", "deploy")
+FOLDERS = (
+    "src/inferc",
+    "frontend",
+    "passes",
+    "codegen",
+    "runtime",
+    "serve",
+    "tools",
+    "examples",
+    "benchmarks",
+    "deploy",
+)
 LEANING = ("Of", "As", "What", "Where", "Those", "That", "It", "Its", "Same", "Also", "Such", "Else", "Likewise")
 LEANING_PHRASES = ("The same", "The other", "In place of", "By the", "To the", "For the same")
 STAR = re.compile(r"^\s*\*\([^()]*(\([^()]*\)[^()]*)*\),?$")
 
 
 def files(paths: list[str]) -> list[Path]:
-    """All Python files under the paths, the generated ones left out; a link is not followed."""
+    """Return all Python files under the paths, except generated ones and those behind symbolic links."""
     found = []
     for path in map(Path, paths):
         under = [path] if path.is_file() else sorted(path.rglob("*.py"))
@@ -35,10 +49,12 @@ def _is_behind_a_link(path: Path, top: Path) -> bool:
 
 
 def faults(path: Path) -> Iterator[tuple[int, str]]:
-    """The line of each fault, and what it is."""
+    """Yield the line number and the description of each fault in a file."""
     text = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+            node
+        ):
             expression = node.body[0]
             assert isinstance(expression, ast.Expr) and isinstance(expression.value, ast.Constant)
             yield from ((expression.lineno, fault) for fault in docstring_faults(str(expression.value.value)))
@@ -51,7 +67,7 @@ def faults(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def docstring_faults(text: str) -> Iterator[str]:
-    """What is wrong with the first sentence of a docstring."""
+    """Yield a description of each fault in the first sentence of a docstring."""
     first = text.strip().split("\n\n")[0].split("\n")[0].strip()
     paragraph = text.strip().split("\n\n")[0]
     word = first.split(" ")[0].rstrip(",.:")
@@ -59,7 +75,9 @@ def docstring_faults(text: str) -> Iterator[str]:
         yield f"a docstring begins with {word!r}: {first[:70]}"
     elif not re.match(r"[A-Z`\"<\[0-9(A-Za-z]", first):
         yield f"a docstring begins with {first[:20]!r}"
-    elif re.match(r"[a-z]", first) and not re.match(r"(inferc|onnxruntime|uvicorn|vLLM|slo|mlq|attention|transformers)\b", first):
+    elif re.match(r"[a-z]", first) and not re.match(
+        r"(inferc|onnxruntime|uvicorn|vLLM|slo|mlq|attention|transformers)\b", first
+    ):
         yield f"a docstring begins in the middle of a sentence: {first[:70]}"
     if not paragraph.rstrip().endswith((".", ":", "?", "!", "`", ")")):
         yield f"a docstring's first sentence has no end: {first[:70]}"
@@ -71,7 +89,11 @@ def _goes_on(line: str, after: str) -> bool:
 
 
 def main(paths: list[str]) -> int:
-    found = [(path, number, fault) for path in files(paths or [str(ROOT / each) for each in FOLDERS]) for number, fault in faults(path)]
+    found = [
+        (path, number, fault)
+        for path in files(paths or [str(ROOT / each) for each in FOLDERS])
+        for number, fault in faults(path)
+    ]
     for path, number, fault in found:
         print(f"{path.relative_to(ROOT) if path.is_absolute() else path}:{number}: {fault}")
     print(f"{len(found)} faults")

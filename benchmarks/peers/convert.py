@@ -1,4 +1,4 @@
-"""Put a Hugging Face folder into the form that a peer runs, in that peer's environment.
+"""Convert a Hugging Face folder to the format that a peer runs, in that peer's environment.
 
 python benchmarks/peers/convert.py PEER MODEL FORMAT OUT
 """
@@ -25,7 +25,7 @@ def onnxruntime(model: Path, format: str, out: Path) -> None:
 
 
 def llama_cpp(model: Path, format: str, out: Path) -> None:
-    """A GGUF file; Q8_0 and Q4_0 by llama.cpp's own quantization of the bfloat16 one."""
+    """Write a GGUF file; Q8_0 and Q4_0 are made by llama.cpp's own quantization of the bfloat16 file."""
     if format == "bf16":
         write_gguf(model, out)
         return
@@ -42,7 +42,7 @@ def llama_cpp(model: Path, format: str, out: Path) -> None:
 
 
 def tensors(model: Path) -> Iterator[tuple[str, Any]]:
-    """Names and values of a bfloat16 checkpoint, as [.., 2 * columns] bytes."""
+    """Yield the names and values of the tensors of a bfloat16 checkpoint, as [.., 2 * columns] bytes."""
     import numpy as np
 
     for path in sorted(model.glob("*.safetensors")):
@@ -61,7 +61,7 @@ def tensors(model: Path) -> Iterator[tuple[str, Any]]:
 
 
 def write_gguf(model: Path, out: Path) -> None:
-    """A Llama or Qwen3, without a vocabulary: requests are of ids."""
+    """Write a Llama or Qwen3 as GGUF without a vocabulary, because requests consist of token ids."""
     import gguf
     import numpy as np
 
@@ -93,7 +93,8 @@ def write_gguf(model: Path, out: Path) -> None:
         if config["model_type"] == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             count = heads if "q_proj" in name else kv_heads
             shape = (count, 2, data.shape[0] // count // 2, data.shape[1])
-            rows = np.ascontiguousarray(data.reshape(shape).swapaxes(1, 2).reshape(data.shape))  # neighbours rotate
+            # GGUF applies RoPE to pairs of neighbouring rows.
+            rows = np.ascontiguousarray(data.reshape(shape).swapaxes(1, 2).reshape(data.shape))
         bf16 = gguf.GGMLQuantizationType.BF16
         writer.add_tensor(names.get_name(name, (".weight",)), rows, raw_shape=rows.shape, raw_dtype=bf16)
     writer.write_header_to_file()

@@ -1,9 +1,9 @@
-"""Make the peers' environments, each a venv of its own: what `make peers` runs.
+"""Make the peers' environments, one venv each; `make peers` runs this file.
 
     python benchmarks/peers/environments.py [NAME ...]
 
-Versions are in locks/NAME.txt, all of them, so pip resolves nothing. torch is the CPU build: where pip finds only
-another one, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+All versions are in locks/NAME.txt, so pip resolves nothing. torch is the CPU build: if pip only finds another build,
+set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 import venv
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import tomllib
 
 HERE = Path(__file__).resolve().parent
 AT = HERE.parents[1] / "out" / "peers"
@@ -25,13 +24,13 @@ AT = HERE.parents[1] / "out" / "peers"
 
 @dataclass(frozen=True)
 class Peer:
-    """A table of peers.toml."""
+    """A peer engine, as a table of peers.toml describes it."""
 
     name: str
     formats: tuple[str, ...]
     note: str
     env: dict[str, str] = field(default_factory=dict)
-    build: dict[str, str] = field(default_factory=dict)  # variables for pip, of what is built from source
+    build: dict[str, str] = field(default_factory=dict)  # environment variables for pip, for packages built from source
 
     @property
     def lock(self) -> Path:
@@ -42,7 +41,7 @@ class Peer:
         return AT / self.name / "bin" / "python" if self.lock.exists() else Path(sys.executable)
 
     def is_made(self) -> bool:
-        """Whether its environment is there, of the lock and the build as they are now."""
+        """Return whether the peer's environment exists and was made from the current lock file and build variables."""
         return not self.lock.exists() or (self.stamp.exists() and self.stamp.read_text(encoding="utf-8") == self.recipe)
 
     @property
@@ -70,13 +69,13 @@ def _variables(table: dict[str, object]) -> dict[str, str]:
 
 
 def make(peer: Peer) -> None:
-    """Raises CalledProcessError where pip fails; the next call tries again."""
+    """Make the environment of a peer, if needed. Raises CalledProcessError if pip fails; the next call tries again."""
     if peer.is_made():
         return
     folder = AT / peer.name
     venv.create(folder, with_pip=True, clear=True)
     command = [str(peer.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    # What pip keeps may have been built in another way.
+    # A cached wheel may have been built with other variables.
     how = ["--no-cache-dir"] if peer.build else []
     subprocess.run([*command, *how, "-r", str(peer.lock)], check=True, env={**os.environ, **peer.build})
     peer.stamp.write_text(peer.recipe, encoding="utf-8")
@@ -85,7 +84,7 @@ def make(peer: Peer) -> None:
 def main() -> int:
     known = peers()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"all, if none is given: {', '.join(known)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"peers; all if none is given: {', '.join(known)}")
     names = parser.parse_args().names or list(known)
     if unknown := [name for name in names if name not in known]:
         parser.error(f"no peer is called {unknown[0]}; expected {', '.join(known)}")

@@ -1,10 +1,12 @@
-"""OpenVINO GenAI behind OpenAI's completions, as a stream of token counts: what `inferc bench serve` needs of a server.
+"""A server for OpenVINO GenAI with OpenAI's completions interface, as far as `inferc bench serve` needs it.
 
-    python benchmarks/peers/openvino_server.py MODEL [--port 0] [--threads N] [--max-num-seqs 64] [--max-num-batched-tokens 512]
+    python benchmarks/peers/openvino_server.py MODEL [--port 0] [--threads N] [--max-num-seqs 64]
+                                               [--max-num-batched-tokens 512]
 
-In OpenVINO's environment, of the standard library alone. GenAI has no server of its own; this one adds little to it: a thread steps
-the continuous-batching pipeline, an event loop reads requests and writes one chunk for what each step gives. Chunks have
-no text (nothing is detokenized, which would only cost time) but the usage so far; prompts are token ids. Prints `ready PORT`.
+It runs in OpenVINO's environment and otherwise needs only the standard library. GenAI has no server of its own; this
+one adds little work: a thread steps the continuous-batching pipeline, and an event loop reads requests and writes one
+chunk per step. Chunks have no text (detokenizing would only cost time) but the usage so far; prompts are token ids. It
+prints `ready PORT`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close
 
 @dataclass
 class Request:
-    """tell: called on the pipeline's thread with what each step gives, and with None at the end."""
+    """A completion request.
+
+    tell: called on the pipeline's thread with the new token ids of each step, and with None at the end.
+    """
 
     prompt: list[int]
     max_tokens: int
@@ -38,7 +43,7 @@ class Request:
 
 
 class Pipeline:
-    """Steps as long as there is something to do."""
+    """The OpenVINO pipeline with its thread, which steps as long as there are requests."""
 
     def __init__(
         self, model: str, threads: int, max_num_seqs: int, max_num_batched_tokens: int, split_fuse: bool

@@ -1,4 +1,4 @@
-"""When each token of a run was there: what a peer's engine fills. Needs nothing but Python."""
+"""The record of when each token of a run arrived, filled by a peer's engine; it needs only Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Recorder:
-    """When each request's tokens were there; what an engine's `run` fills."""
+    """The arrival times of each request's tokens, filled by an engine's `run`."""
 
     def __init__(self, count: int) -> None:
         self.arrivals: list[list[float]] = [[] for _ in range(count)]

@@ -1,11 +1,11 @@
-"""Measure one engine on the CPU, in a process of its own: prints a JSON object of its cases.
+"""Measure one engine on the CPU in its own process, and print a JSON object with its cases.
 
     cd benchmarks; python -m peers.worker ENGINE MODEL --format bfloat16 --threads 2 --cases '{"decode": [1, 128, 64]}'
 
-A case is [requests, input_len, output_len]: all requests are there at the start, their prompts are random ids, and every
-one gives output_len tokens; with a fourth element, true, a neighbour keeps one of the cores busy meanwhile. A run warms up,
-the next one counts (of one request alone: the median of three). This file and the engines run in the peers' environments:
-they need numpy and the engine, not inferc.
+A case is [requests, input_len, output_len]: all requests are there at the start, their prompts are random ids, and each
+generates output_len tokens. With a fourth element, true, another process keeps one of the cores busy meanwhile. One run
+warms up and the next one counts (for a single request: the median of three). This file and the engines run in the
+peers' environments: they need numpy and the engine, but not inferc.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Engine(Protocol):
     vocab_size: int
 
     def run(self, prompts: Prompts, output_len: int) -> list[list[float]]:
-        """Generate `output_len` tokens for each prompt at once, greedily: when (perf_counter) each token was there."""
+        """Generate `output_len` tokens greedily for all prompts at once; return the perf_counter time of each token."""
 
 
 def random_prompts(seed: int, count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -41,7 +41,7 @@ def random_prompts(seed: int, count: int, length: int, vocab_size: int) -> list[
 
 
 def run_once(engine: Engine, seed: int, requests: int, input_len: int, output_len: int) -> dict[str, float]:
-    """Tokens a second: `prefill` until the first token, `decode` from the first to the last, `output` of the whole."""
+    """Return tokens per second: `prefill` until the first token, `decode` from first to last, `output` overall."""
     prompts = random_prompts(seed, requests, input_len, engine.vocab_size)
     start = time.perf_counter()
     arrivals = engine.run(prompts, output_len)
@@ -58,10 +58,10 @@ def run_once(engine: Engine, seed: int, requests: int, input_len: int, output_le
 
 
 def measure(engine: Engine, requests: int, input_len: int, output_len: int) -> dict[str, float]:
-    """The medians of what `run_once` gives, after a run that warms up.
+    """Return the medians of the numbers of `run_once`, after a warm-up run.
 
-    Several requests warm up in full: only then do as many sequences hold as many blocks at once, and only then has the
-    system handed out the memory of K and V, which on a virtual machine may take longer than to compute them.
+    Several requests warm up at full length. Only then do as many sequences hold as many KV blocks at once, and the
+    system has handed out the memory of K and V, which on a virtual machine may take longer than computing them.
     """
     run_once(engine, 0, requests, input_len, output_len if requests > 1 else min(output_len, 8))
     seeds = range(1, 1 + (REPEATS if requests == 1 else 1))
@@ -70,20 +70,23 @@ def measure(engine: Engine, requests: int, input_len: int, output_len: int) -> d
 
 
 def peak_rss_gb() -> float:
-    """The most that this program had resident. getrusage would count what started it too, which may have been larger."""
+    """Return the peak resident memory of this program in GB.
+
+    getrusage would also count the process that started it, which may have been larger.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024 / 1e9
 
 
 @contextmanager
 def neighbour() -> Iterator[None]:
-    """Another process computes on the last of the cores allowed, without end."""
+    """Run another process that keeps the last of the allowed cores busy while the context is active."""
     core = max(os.sched_getaffinity(0))
     spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
-            process.stdout.readline()  # it is at it
+            process.stdout.readline()  # the process is running
             yield
         finally:
             process.kill()
@@ -92,7 +95,7 @@ def neighbour() -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", help="a module of engines/")
-    parser.add_argument("model", type=Path, help="in the engine's own form")
+    parser.add_argument("model", type=Path, help="the model in the engine's own format")
     parser.add_argument("--format", default="bfloat16", help="precision of the weights, as the engine names it")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(

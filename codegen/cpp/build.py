@@ -1,8 +1,9 @@
-"""Compile generated C++ into one shared library per instruction set, with a cache.
+"""The cached build of generated C++ into one shared library per instruction set.
 
-Kernels take their shapes as arguments, so each is compiled apart from the programs that call it, once for all of them:
-what is left of the next model is its own step. Objects and libraries are keyed by source, headers, flags and compiler;
-a file in the cache is never changed, only added by an atomic rename, so any number of processes may build at once.
+Kernels take their shapes as arguments, so each is compiled in a unit apart from the programs that call it, once for all
+programs: the next model compiles only its own step. Objects and libraries are keyed by source, headers, flags and
+compiler. A file in the cache is never changed, only added by an atomic rename, so any number of processes may build at
+once.
 """
 
 from __future__ import annotations
@@ -31,12 +32,19 @@ log = logging.getLogger(__name__)
 
 KERNELS_FOLDER = Path(__file__).parent / "kernels"
 
-# Flags are spelled out and never -march=native: the library must run on every machine with these features, and
-# virtual machines mask the model number that -march=native goes by.
+# Flags are spelled out instead of -march=native: the library must run on every machine with these features, and
+# virtual machines mask the model number that -march=native depends on.
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (
-    *(*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-    *("-mavx512vnni", "-mavx512vbmi", "-mavx512bf16", "-mprefer-vector-width=512"),
+    *_AVX2,
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mavx512vnni",
+    "-mavx512vbmi",
+    "-mavx512bf16",
+    "-mprefer-vector-width=512",
 )
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
@@ -46,20 +54,34 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "neon": ("-march=armv8.2-a+fp16+dotprod",),
 }
 MACHINE_ISAS: dict[str, tuple[str, ...]] = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon_bf16", "neon")}
-ISAS = MACHINE_ISAS.get(platform.machine(), ())  # those that an artifact may have a library for, best first
-# No -ffast-math and no contraction: additions happen in the order in which they are written.
+# The instruction sets of this machine that an artifact may have a library for, best first.
+ISAS = MACHINE_ISAS.get(platform.machine(), ())
+# Without -ffast-math and with contraction off, additions happen in the order in which they are written.
 FLAGS = (
-    *("-O3", "-std=c++20", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-plt", "-Wall", "-Wextra", "-Werror"),
+    "-O3",
+    "-std=c++20",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-plt",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
 )
 LINK_FLAGS = ("-shared", "-Wl,--no-undefined")
-# g++ 12 takes the undefined lanes inside its own AVX-512 intrinsics for a fault of ours. What it schedules before it gives
-# out registers (on AArch64, not on x86) is all loads of a product's step first: its sums then go through the stack.
+# The -Wno flags: g++ 12 warns about the undefined lanes inside its own AVX-512 intrinsics. -fno-schedule-insns: the
+# scheduling before register allocation (on AArch64, not on x86) moves all loads of a product's step to its front, which
+# makes the product's sums spill to the stack.
 GCC_FLAGS = ("-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi", "-fno-schedule-insns")
 CLANG_FLAGS = ("-Wno-psabi",)
-CALLER_FLAGS = ("-O2", "-fno-implicit-templates")  # of g++, for a unit that leaves its templates to others
+CALLER_FLAGS = ("-O2", "-fno-implicit-templates")  # for g++ and a unit whose templates other units instantiate
 INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
-PRECOMPILED = 3  # units from which on it pays to read their headers once for all
+PRECOMPILED = 3  # the number of units from which on a precompiled header pays
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,7 @@ class Compiler:
 
 @lru_cache
 def find_compiler(*names: str) -> Compiler:
-    """The first C++ compiler of these names, or the system's: g++, else clang++. Raises ConfigError if there is none."""
+    """Return the first C++ compiler of these names, or g++, else clang++; raise ConfigError if there is none."""
     names = names or ("g++", "clang++")
     for name in names:
         path = shutil.which(name)
@@ -90,7 +112,7 @@ def find_compiler(*names: str) -> Compiler:
 
 
 def check_machine() -> None:
-    """Raise ConfigError where nothing can be built for this machine: no kernels for its processor, or no compiler."""
+    """Raise ConfigError if nothing can be built for this machine: no kernels for its processor, or no compiler."""
     if not ISAS:
         known = " and ".join(MACHINE_ISAS)
         raise ConfigError(f"no kernels for {platform.machine()} processors: the cpu target is for {known}")
@@ -98,7 +120,10 @@ def check_machine() -> None:
 
 
 def target_isas() -> tuple[str, ...]:
-    """The instruction sets that an artifact gets a library for, best first: INFERC_ISAS, or all. Raises ConfigError."""
+    """Return the instruction sets that an artifact gets a library for, best first: INFERC_ISAS, or all.
+
+    Raises ConfigError if INFERC_ISAS names an unknown one.
+    """
     wanted = debug.isas()
     unknown = [name for name in wanted if name not in ISAS]
     if unknown:
@@ -108,15 +133,15 @@ def target_isas() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _scratch() -> tempfile.TemporaryDirectory[str]:
-    """Where libraries are built that no cache takes. It goes away with the process."""
+    """Return the temporary folder for libraries that no cache can take; it is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="inferc-")
 
 
 def _folders() -> list[Path]:
-    """Where to look for built libraries; new ones go into the last."""
+    """Return the folders to search for built libraries; new libraries go into the last of them."""
     try:
         cache = debug.cache_dir() / "cpp"
-    except RuntimeError as error:  # a user without a home
+    except RuntimeError as error:  # the user has no home folder
         log.warning("%s Kernels are built without a cache: set INFERC_CACHE", error)
         return [Path(_scratch().name)]
     try:
@@ -130,15 +155,15 @@ def _folders() -> list[Path]:
 
 @dataclass(frozen=True)
 class Unit:
-    """A translation unit."""
+    """A C++ translation unit and the flags that only it needs."""
 
     source: str
-    flags: tuple[str, ...] = ()  # besides those of all
+    flags: tuple[str, ...] = ()  # in addition to the flags of all units
 
 
 def build_program(program: CppUnit, isas: Sequence[str] = ISAS) -> dict[str, Path]:
-    """What `emit` made, compiled: the libraries by instruction set."""
-    # clang has no such flags: there the step has the templates too, and the linker drops one of each.
+    """Compile the program that `emit` made, and return its libraries by instruction set."""
+    # clang has no such flags: there the step's unit has the templates too, and the linker drops one copy of each.
     flags = CALLER_FLAGS if program.leaves_templates and find_compiler().is_gcc else ()
     units = [Unit(program.source, flags), *(Unit(part) for part in program.parts)]
     own = program.own_headers
@@ -154,12 +179,12 @@ def build(
     compiler: Compiler | None = None,
     common: str = "",
 ) -> dict[str, Path]:
-    """Compile `units` into one library for each instruction set, in parallel; returns the libraries by instruction set.
+    """Compile `units` into one library per instruction set, in parallel, and return the libraries by instruction set.
 
-    headers: the files of `folder` that they include; own_headers: others, name to text; compiler: another than the
-    system's, for instruction sets of other machines; common: the header that all units include first, if there is one.
-    Raises ConfigError without a compiler, InfercError with the compiler's first error if it refuses the source. Where the
-    cache cannot be written, libraries last as long as the process.
+    headers: the files of `folder` that the units include; own_headers: other headers, by name; compiler: a compiler
+    other than the system's, for instruction sets of other machines; common: the header that all units include first, if
+    any. Raises ConfigError without a compiler, and InfercError with the compiler's first error if it refuses the
+    source. If the cache cannot be written, the libraries last as long as the process.
     """
     compiler = compiler or find_compiler()
     texts = {**{name: (folder / name).read_text() for name in headers}, **own_headers}
@@ -177,7 +202,7 @@ def build(
 
 @dataclass
 class _Builder:
-    """Makes one library: what is not in the cache is compiled in `folder`, which goes away."""
+    """The build of one library: units that the cache lacks are compiled in `folder`, which is temporary."""
 
     compiler: Compiler
     isa: str
@@ -204,13 +229,13 @@ class _Builder:
         return f"{self._digest((), self.objects.values())}-{self.isa}.so"
 
     def missing(self) -> list[Unit]:
-        """The units that are to be compiled."""
+        """Return the units that are still to be compiled."""
         if self._find(self.library):
             return []
         return [unit for unit, name in self.objects.items() if not self._find(name)]
 
     def prepare(self) -> None:
-        """Write the headers, and have the common one compiled if many units will read it."""
+        """Write the headers, and precompile the common one if many units will include it."""
         assert self.folder is not None
         for name, text in self.headers.items():
             (self.folder / name).write_text(text)
@@ -227,7 +252,7 @@ class _Builder:
         os.replace(self.folder / target.name, target)
 
     def link(self) -> Path:
-        """The library, of objects that are all there by now."""
+        """Link the library from the units' objects, which must all be in the cache, unless the cache has it."""
         found = self._find(self.library)
         if found:
             return found
@@ -253,7 +278,7 @@ class _Builder:
         return digest.hexdigest()[:32]
 
     def _included(self, source: str) -> list[str]:
-        """Names and texts of the headers that a source reaches."""
+        """Return the names and texts of the headers that a source includes, directly or not."""
         found: dict[str, str] = {}
         texts = [source]
         while texts:
@@ -264,5 +289,5 @@ class _Builder:
         return [part for name in sorted(found) for part in (name, found[name])]
 
     def _find(self, name: str) -> Path | None:
-        # Path.exists raises where a folder above may not be read.
+        # os.path.exists, since Path.exists raises if a parent folder may not be read.
         return next((place / name for place in self.places if os.path.exists(place / name)), None)

@@ -1,4 +1,4 @@
-"""The call of each cpp kernel: `name(node, values) -> Call`, as the kernel table's `emit` names them."""
+"""The functions that emit the call of each cpp kernel: `name(node, values) -> Call`, named by the table's `emit`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MASKS = {"causal": "CAUSAL", "sliding": "SLIDING", "chunked": "CHUNKED"}
 
 
 class Builder:
-    """Collects the slots and what is touched while the text of one call is put together."""
+    """A builder of one call: it collects the slots and the touched memory while the text is put together."""
 
     def __init__(self, node: fx.Node, values: Values) -> None:
         self.node, self.values = node, values
@@ -44,13 +44,13 @@ class Builder:
         return f"shifted({text}, first)" if operand.shifted else text
 
     def read(self, name: str) -> tuple[str, Operand]:
-        """The text and the operand of an argument with rows."""
+        """Return the text and the operand of an argument with rows."""
         operand = self.values.operand(self.arg(name))
         self.reads.append(operand.extent)
         return self.view(operand), operand
 
     def write(self, index: int | None = None) -> tuple[str, Operand]:
-        """The text and the operand of the result, or of part `index` of it."""
+        """Return the text and the operand of the result, or of part `index` of the result."""
         node = self.node if index is None else part(self.node, index)
         assert node is not None, f"{name_of(self.node)}: result {index} is not used"
         operand = self.values.operand(node)
@@ -59,7 +59,10 @@ class Builder:
         return self.view(operand), operand
 
     def write_exchanged(self) -> tuple[str, Operand]:
-        """As `write`, of rows that the ranks send and add as one run of bytes."""
+        """Return what `write` does, for rows that the ranks send and add as one contiguous run of bytes.
+
+        Raises VerifyError if the rows have gaps between them.
+        """
         out, operand = self.write()
         if operand.stride != operand.width:
             name = name_of(self.node)
@@ -74,9 +77,11 @@ class Builder:
         return f"s.weight<{kind}>({self.slot(self.values.weight(node))})"
 
     def panels(self, name: str, rows: str = "", gated: bool = False, most_pairs: int = MOST_PAIRS) -> str:
-        """rows: the C++ type of what is multiplied by the weight, which then is blocked for it, as `blocking`.
+        """Return the text of a packed weight [n, k].
 
-        gated: a gate's rows and as many of what it gates, whose panels are taken in turn.
+        rows: the C++ type of the rows that the weight is multiplied by; the text then names its blocking, see
+        `blocking`. gated: the weight has the rows of a gate and as many rows of the gated projection, whose panels
+        alternate.
         """
         value = self.arg(name).meta["val"]
         n, k = value.shape
@@ -85,25 +90,28 @@ class Builder:
         return f"Panels<{CPP_TYPES[value.dtype]}>{{{{{self.weight(name)}, {n}, {k}{blocked}}}}}"
 
     def blocking(self, n: int, k: int, rows: str, weight_bytes: float, most_pairs: int = MOST_PAIRS) -> str:
-        """The name of the table of blockings of this call's product; most_pairs: of panels in a piece, if it is not free."""
+        """Return the name of the blocking table of this call's product.
+
+        most_pairs: the most pairs of panels in a piece, where the kernel restricts it.
+        """
         size = next(dtype.itemsize for dtype, kind in CPP_TYPES.items() if kind == rows)
         self.product = Product(int(n), int(k), size, weight_bytes, most_pairs)
         return self.product.name
 
     def streamed(self, panels: str, at_once: int = 0) -> str:
-        """The text of a weight that threads read from its first piece on, as `first_piece` has them."""
+        """Return `panels`, a weight that threads can fetch before the call, from its `first_piece` on."""
         self.ahead = f"first_piece(t, {panels}{f', {at_once}' if at_once else ''})"
         return panels
 
     def input(self, name: str) -> str:
-        """An argument that is an input of the step."""
+        """Return the C++ text of an argument that must be an input of the step."""
         node = self.arg(name)
         if not isinstance(node, fx.Node) or node.op != "placeholder":
             raise UnsupportedError(f"{name_of(self.node)}: {name} must be an input of the step")
         return self.step_input(node)
 
     def step_input(self, node: fx.Node) -> str:
-        """A placeholder's data in the step's struct."""
+        """Return the C++ text of a placeholder's data in the struct of the step's arguments."""
         target = str(node.target)
         for per_group in ("slot_mapping", "block_table"):
             if target.startswith(per_group + "_"):
@@ -111,11 +119,11 @@ class Builder:
         return f"s.a.{target}"
 
     def index_type(self, name: str) -> str:
-        """The C++ type of an input that holds a number per row: as in StepArgs."""
+        """Return the C++ type of an input that holds a number per row, as declared in StepArgs."""
         return "i64" if str(self.arg(name).target) == "positions" else "i32"
 
     def cache(self, writes: bool) -> str:
-        """The layer of the KV pool that the node works on."""
+        """Return the text of the layer of the KV pool that the node works on."""
         group, layer = self.values.cache_group(self.arg("kv_cache")), int(self.arg("layer"))
         (self.writes if writes else self.reads).append((f"kv{group}", layer, layer + 1))
         _, layers, _, block_size, heads, _ = self.arg("kv_cache").meta["val"].shape
@@ -123,7 +131,7 @@ class Builder:
         return f"s.cache<{self.stored}>({group}, {layers}, {self.slot(layer)}, {block_size}, {heads}, {dim})"
 
     def latent(self, writes: bool, v_dim: int) -> str:
-        """The layer of a pool of latents that the node works on."""
+        """Return the text of the layer of a pool of latents that the node works on."""
         group, layer = self.values.cache_group(self.arg("kv_cache")), int(self.arg("layer"))
         (self.writes if writes else self.reads).append((f"kv{group}", layer, layer + 1))
         _, layers, _, block_size, *_ = self.arg("kv_cache").meta["val"].shape
@@ -132,12 +140,19 @@ class Builder:
 
     @property
     def stored(self) -> str:
-        """The C++ type that the KV pool holds."""
+        """The C++ type of the KV pool's elements."""
         return CPP_TYPES[self.arg("kv_cache").meta["val"].dtype]
 
     def done(self, text: str, apart: bool = True) -> Call:
         return Call(
-            *(text, self.slots, self.reads, self.writes, self.outputs, self.node, self.ahead, apart),
+            text,
+            self.slots,
+            self.reads,
+            self.writes,
+            self.outputs,
+            self.node,
+            self.ahead,
+            apart,
             product=self.product,
         )
 
@@ -228,7 +243,10 @@ def _scaled_rows(b: Builder) -> str:
 
 
 def _integer_matrix(b: Builder, x: str, weights: str, kind: str = "") -> Call:
-    """kind: the C++ type of the rows that are no integers, and of a bias; else it is the bias's."""
+    """Return the call of a product with integer weights.
+
+    kind: the C++ type of float rows and of the bias; if empty, the rows are integers and it is the bias's type.
+    """
     residual = b.read("residual")[0] if b.arg("residual") is not None else "{{}}"
     out, result = b.write()
     bias, name = b.arg("bias"), target_name(b.node.target).removeprefix("inferc.")
@@ -323,14 +341,14 @@ def head_linear(node: fx.Node, values: Values) -> Call:
 
 
 def hidden_in(node: fx.Node, values: Values) -> Call:
-    """The rows of the stage before, from the host into their place."""
+    """Return the call that copies the previous pipeline stage's rows from the host into their place."""
     b = Builder(node, values)
     out, operand = b.write()
     return b.done(f"hidden_in<{cpp_type(operand)}>(t, s, {row_count(operand)}, {operand.width}, {out});")
 
 
 def hidden_out(node: fx.Node, values: Values) -> str:
-    """The rows for the stage behind, to the host: a statement at the step's end."""
+    """Return the statement at the step's end that copies the rows for the next pipeline stage to the host."""
     x = values.operand(node)
     view = f"s.{POOLS[x.pool]}<{cpp_type(x)}>({x.offset}, {x.column}, {x.stride})"
     return f"hidden_out<{cpp_type(x)}>(t, s, {view}, {row_count(x)}, {x.width});"
@@ -381,7 +399,7 @@ def layer_norm(node: fx.Node, values: Values) -> Call:
     x, _ = b.read("x")
     out, result = b.write()
     width = int(node.meta["val"].shape[-1])
-    # Heads may each have their own weight, one after the other in memory.
+    # Each head may have its own weight; these lie one after the other in memory.
     own = b.arg("weight") is not None and b.arg("weight").meta["val"].dim() == 2
     sizes = f"{row_count(result)}, {result.width // width}, {width}, {width if own else 0}"
     weights = f"{b.weight('weight')}, {b.weight('bias')}"
@@ -393,7 +411,7 @@ def rms_norm_add(node: fx.Node, values: Values) -> Call:
     x, _ = b.read("x")
     residual, _ = b.read("residual")
     out, result = b.write(0)
-    # Nobody reads the sum after the last norm: it then lies where the result will.
+    # The sum after the last norm has no reader: it is written where the result will be.
     total = b.write(1)[0] if part(node, 1) is not None else b.view(result)
     sizes = f"{row_count(result)}, {result.width}"
     weight = b.weight("weight")
@@ -433,7 +451,7 @@ def layer_norm_quantize(node: fx.Node, values: Values) -> Call:
 
 
 def _quantized(b: Builder, name: str, inputs: str, results: int = 2) -> Call:
-    """The call of an op that returns int8 rows, their scales and maybe more."""
+    """Return the call of an op that returns int8 rows, their scales and possibly more results."""
     kind = cpp_type(b.values.operand(b.arg(name)))
     parts = [b.write(index) for index in range(results)]
     outs = ", ".join(text for text, _ in parts)
@@ -464,10 +482,9 @@ def kv_write(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     k, operand = b.read("k")
     v, _ = b.read("v")
-    cache = b.cache(writes=True)
-    return b.done(
-        f"kv_write<{cpp_type(operand)}, {b.stored}>(t, {cache}, {k}, {v}, {b.input('slot_mapping')}, {row_count(operand)});"
-    )
+    cache, slots = b.cache(writes=True), b.input("slot_mapping")
+    types = f"{cpp_type(operand)}, {b.stored}"
+    return b.done(f"kv_write<{types}>(t, {cache}, {k}, {v}, {slots}, {row_count(operand)});")
 
 
 def rope_kv_write(node: fx.Node, values: Values) -> Call:
@@ -513,7 +530,7 @@ def qkv_rope_kv_write_w4a8(node: fx.Node, values: Values) -> Call:
 
 
 def _head_panels(b: Builder) -> int:
-    """Of a head: what a thread projects before it finishes them."""
+    """Return the number of panels in a head: what a thread projects before it rotates and stores them."""
     return cached_head_dim(b.arg("kv_cache").meta["val"]) // 16
 
 
@@ -542,10 +559,9 @@ def _qkv_rope_kv_write(b: Builder, x: str, panels: str, scheme: str) -> Call:
 def latent_write(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     k, operand = b.read("k")
-    cache = b.latent(writes=True, v_dim=0)
-    return b.done(
-        f"latent_write<{cpp_type(operand)}, {b.stored}>(t, {cache}, {k}, {b.input('slot_mapping')}, {row_count(operand)});"
-    )
+    cache, slots = b.latent(writes=True, v_dim=0), b.input("slot_mapping")
+    types = f"{cpp_type(operand)}, {b.stored}"
+    return b.done(f"latent_write<{types}>(t, {cache}, {k}, {slots}, {row_count(operand)});")
 
 
 def paged_attention(node: fx.Node, values: Values) -> Call:
@@ -574,7 +590,8 @@ def _attention(b: Builder, q: str, types: str, cache: str, sinks: str, alibi: st
     b.writes.append(("partials", 0, 1))
     fields = (
         f"{q}, {out}, {cache}, {table}, s.a.max_blocks[{group}], {starts}, {lengths}, {sinks}, s.seqs, {heads}, "
-        f"{scale}, {softcap}, {mask}, {b.arg('window')}, s.shared_scratch(), s.shared_floats(t), s.a.mass_from, s.masses({group})"
+        f"{scale}, {softcap}, {mask}, {b.arg('window')}, "
+        f"s.shared_scratch(), s.shared_floats(t), s.a.mass_from, s.masses({group})"
     )
     if alibi:
         types, fields = f"{types}, Alibi", f"{fields}, {alibi}"

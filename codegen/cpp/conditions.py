@@ -1,4 +1,4 @@
-"""Why a C++ kernel cannot run a node: what the headers in kernels/ take."""
+"""The conditions under which a C++ kernel runs a node: the limits of the headers in kernels/."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from inferc.targets import Target
 
 
 def latents_fit(node: fx.Node) -> str:
-    """attention.h: V of at most 512 elements in latents of at most 1024, both in steps of 16."""
+    """Check the limits of attention.h: latents of at most 1024 elements and V of at most 512, in steps of 16."""
     block_size, dim = shape_of(node, "kv_cache")[3], cached_dim(node)
     v_dim = argument(node, "v_dim")
     steps = joined(multiple("the latent's size", dim, 16), multiple("its values' size", v_dim, 16))
@@ -38,7 +38,7 @@ def latents_fit(node: fx.Node) -> str:
 
 
 def _experts_fit(node: fx.Node) -> str:
-    """moe.h: at most 1024 experts, their inner rows in whole panels."""
+    """Check the limits of moe.h: at most 1024 experts, and an inner size in whole panels of 16."""
     num_experts, both, _ = shape_of(node, "gate_up")
     return joined(at_most("num_experts", num_experts, 1024), multiple("the experts' intermediate_size", both // 2, 16))
 
@@ -68,21 +68,25 @@ def w4a8_experts_fit(node: fx.Node) -> str:
     hidden, inter = shape_of(node, "gate_up")[2] * 2, shape_of(node, "down")[2] * 2  # two to a byte
     return joined(
         _experts_fit(node),
-        *(_group_fits(node, each, f"{each}_group_scale") for each in ("gate_up", "down")),
+        _group_fits(node, "gate_up", "gate_up_group_scale"),
+        _group_fits(node, "down", "down_group_scale"),
         at_most("hidden_size", hidden, INT4_LONGEST),
         at_most("the experts' intermediate_size", inter, INT4_LONGEST),
     )
 
 
 def ranks_fit(node: fx.Node) -> str:
-    """exchange.h: the ranks of a token are the bits of one word."""
+    """Check the limit of exchange.h on ranks: it keeps the ranks of a token as the bits of one 64-bit word."""
     return at_most("--ep", argument(node, "size"), 64)
 
 
 INT32_HOLDS = (2**31 - 1) // 127**2
-"""Products of at most 127 x 127 that a sum of Dot<i8> in simd.h may have."""
+"""How many products of magnitude at most 127 x 127 a sum of Dot<i8> in simd.h can hold without overflow."""
 INT4_LONGEST = 1 << 16
-"""Of k in four bits: scales of groups are then at least five bits, see `ops.quantize.largest_group_scale`."""
+"""The largest k of weights in four bits: group scales then have at least five bits.
+
+See `ops.quantize.largest_group_scale`.
+"""
 
 
 def int32_holds(node: fx.Node) -> str:
@@ -90,7 +94,7 @@ def int32_holds(node: fx.Node) -> str:
 
 
 def _heads_are_panels(node: fx.Node) -> str:
-    """kv.h: a head is whole panels, and what it is rotated in lies on the stack."""
+    """Check the limits of kv.h: a head is whole panels, and its rotary dimension fits a buffer on the stack."""
     head_dim = cached_dim(node)
     return joined(head_dim_fits(head_dim), at_most("rotary dimension", shape_of(node, "table")[-1], head_dim))
 
@@ -130,9 +134,10 @@ def _group_fits(node: fx.Node, weight: str, group_scale: str) -> str:
 
 @dataclass(frozen=True)
 class ForCpp:
-    """Why not, of a cpp kernel: `argument` has `dtype`, and `check` has no reason either.
+    """The reason why a cpp kernel cannot run a node: `argument` must have `dtype`, and `check` must find no reason.
 
-    int8_cache: of what uses the KV cache, whether that is in int8 and not in `dtype`.
+    int8_cache: for an op that uses the KV cache, whether the kernel is for a cache in int8 instead of `dtype`; None for
+    other ops.
     """
 
     argument: str
@@ -149,7 +154,10 @@ class ForCpp:
 
 @dataclass(frozen=True)
 class ForCppIntegers:
-    """The same for integer weights: the argument `weight` is `stored`, the result, or the first of several, in `dtype`."""
+    """The reason why a cpp kernel cannot run a node with integer weights.
+
+    The argument `weight` must be `stored`, and the result, or the first of several results, must have `dtype`.
+    """
 
     weight: str
     dtype: torch.dtype

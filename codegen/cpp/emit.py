@@ -1,7 +1,8 @@
-"""A lowered Program and its memory plan as one C++ translation unit.
+"""The generator of one C++ translation unit from a lowered Program and its memory plan.
 
-The step is one call and one parallel region: every thread runs `step_thread`. Layers whose calls differ only in numbers
-(weights, offsets, the layer's index) become one loop over a table of them. Equal input gives equal bytes.
+The step is one call and one parallel region: every thread runs `step_thread`. Consecutive layers whose calls differ
+only in numbers (weights, offsets, the layer's index) become one loop over a table of these numbers. Equal input gives
+equal bytes.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from inferc.ir.program import KVGroup, Program, ancestors, dtype_name, name_of, 
 from inferc.manifest import align
 
 ABI = 1
-MAX_UNSYNCED = 6  # calls between two barriers; each hands out at most two of team.h's MAX_TICKETS
+MAX_UNSYNCED = 6  # calls between two barriers; each takes at most two of team.h's MAX_TICKETS
 KEY_SPLIT = 512  # as in attention.h
 ATTENTIONS = ("inferc.paged_attention", "inferc.latent_attention")
 COLLECTIVES = (
-    *("inferc.all_reduce", "inferc.all_gather"),
-    *("inferc.expert_choose", "inferc.expert_dispatch", "inferc.expert_combine"),
+    "inferc.all_reduce",
+    "inferc.all_gather",
+    "inferc.expert_choose",
+    "inferc.expert_dispatch",
+    "inferc.expert_combine",
 )
 WORK_BYTES = {
     "inferc.moe_experts": expert_calls.moe_work_bytes,
@@ -41,9 +45,9 @@ WORK_BYTES = {
     "inferc.expert_dispatch": expert_calls.exchange_work_bytes,
     "inferc.expert_combine": expert_calls.exchange_work_bytes,
 }
-"""Scratch of one node: bytes per row of its values, and besides."""
+"""The scratch of one node, as (bytes per row of its values, bytes in addition)."""
 HIDDEN_IN = "hidden_in"  # the input of a later pipeline stage
-# What the preprocessor knows an instruction set by, the most capable first.
+# The preprocessor's condition for each instruction set, the most capable first.
 ISA_CONDITIONS = {
     "amx": "defined(__AMX_TILE__) || defined(INFERC_AMX_EMULATED)",
     "avx512": "defined(__AVX512F__)",
@@ -56,41 +60,61 @@ KEY_UNITS = {"float32": 1, "bfloat16": 2, "int8": 4}
 
 @dataclass(frozen=True)
 class CppUnit:
-    """Generated source, the header kernels it includes, and what the manifest must know of them."""
+    """Generated source, the headers that it includes, and the fields that the manifest needs of it."""
 
     source: str
-    parts: tuple[str, ...]  # the other units: the kernels that it calls, one in each, and the entry points
+    parts: tuple[str, ...]  # the other units: one for each kernel that is called, and one with the entry points
     headers: tuple[str, ...]  # file names in codegen/cpp/kernels; all units include COMMON_HEADER first
     program_json_fields: dict[str, Any]
-    own_headers: Mapping[str, str] = field(default_factory=dict)  # of a user's kernels: file name to text
-    leaves_templates: bool = True  # all that `source` calls is in `parts`, but for what is inline
+    own_headers: Mapping[str, str] = field(default_factory=dict)  # headers of a user's kernels: file name to text
+    leaves_templates: bool = True  # every template that `source` calls is instantiated in `parts`
 
     @property
     def whole(self) -> str:
-        """All of it as one unit, which g++ compiles as well."""
+        """The source and all parts as one unit, which g++ compiles as well."""
         return "\n".join((self.source, *self.parts))
 
     @property
     def arena(self) -> dict[str, int]:
-        """The keys of `MemoryFormula`."""
+        """The coefficients of the arena's size, keyed as `MemoryFormula`."""
         return dict(self.program_json_fields["arena"])
 
 
 HEADERS = (
-    *("inferc_abi.h", "simd.h", "simd_x86.h", "simd_arm.h", "dot.h", "amx.h", "team.h", "gemm.h", "amx_gemm.h"),
-    *("rows.h", "kv.h", "key_tile.h", "attention.h", "moe.h", "quantize.h", "int4.h", "sample.h", "step.h"),
-    *("collectives.h", "exchange.h", "kernels.h", "peak.h", "entry.h"),
+    "inferc_abi.h",
+    "simd.h",
+    "simd_x86.h",
+    "simd_arm.h",
+    "dot.h",
+    "amx.h",
+    "team.h",
+    "gemm.h",
+    "amx_gemm.h",
+    "rows.h",
+    "kv.h",
+    "key_tile.h",
+    "attention.h",
+    "moe.h",
+    "quantize.h",
+    "int4.h",
+    "sample.h",
+    "step.h",
+    "collectives.h",
+    "exchange.h",
+    "kernels.h",
+    "peak.h",
+    "entry.h",
 )
 COMMON_HEADER = "kernels.h"
 
 
 @dataclass
 class Block:
-    """Consecutive calls, run `len(rows)` times: each time with the next row of numbers in the slots that differ."""
+    """Consecutive calls that run `len(slots)` times, with the next row of numbers in the slots each time."""
 
-    calls: list[Call]  # of the first layer
+    calls: list[Call]  # the calls of the first layer
     layers: list[int | None]
-    slots: list[list[Slot]] = field(default_factory=list)  # per repetition, over all calls
+    slots: list[list[Slot]] = field(default_factory=list)  # for each repetition, the slots of all calls
 
 
 def emit(
@@ -100,10 +124,11 @@ def emit(
     kernels: tuple[Kernel, ...] = KERNELS,
     own_headers: Mapping[str, str] = MappingProxyType({}),
 ) -> CppUnit:
-    """The unit that runs `program`.
+    """Return the C++ unit that runs `program`.
 
     places: where each value with storage lies, by node name; pools: bytes per row of the pools "T", "S", "B" and
-    "sample"; kernels: the rows that its nodes name; own_headers: what those besides ours need. Raises UnsupportedError naming the node for an op without a kernel.
+    "sample"; kernels: the kernels that its nodes name; own_headers: the headers of kernels other than inferc's own.
+    Raises UnsupportedError naming the node for an op without a kernel.
     """
     hidden, logits = outputs(program)
     step_nodes = ancestors([hidden])
@@ -140,13 +165,13 @@ def emit(
         "kv_layout": _kv_layout(program),
         "vocab_size": _vocab_size(program),
     }
-    # A user's kernel that is no template may call some.
+    # A user's kernel that is no template is inline in this unit, and may use templates that no part instantiates.
     leaves_templates = all("<" in kernel for kernel, own in apart if own)
     return CppUnit(source, _parts(apart, list(own_headers)), HEADERS, fields, own_headers, leaves_templates)
 
 
 def _vocab_size(program: Program) -> int:
-    """Columns of the logits, 0 where there are none."""
+    """Return the number of columns of the logits, or 0 if there are none."""
     logits = outputs(program)[1]
     return 0 if logits is None else int(logits.meta["val"].shape[1])
 
@@ -168,7 +193,7 @@ def _calls(program: Program, values: Values, nodes: Sequence[fx.Node], kernels: 
 
 
 def _arena(program: Program, pools: Mapping[str, int]) -> dict[str, int]:
-    """The fields of `Arena` in step.h, in order."""
+    """Return the fields of `Arena` in step.h, in order."""
     scratch = {"const": 0, "T": 0, "S": 0}
     for node in program.graph.nodes:
         work = WORK_BYTES.get(target_name(node.target)) if node.op == "call_function" else None
@@ -192,13 +217,13 @@ def _arena(program: Program, pools: Mapping[str, int]) -> dict[str, int]:
 
 
 def sample_row_bytes(vocab_size: int) -> int:
-    """Scratch of a row of logits while its token is chosen: RowWork in sample.h."""
+    """Return the bytes of scratch for a row of logits while its token is chosen: RowWork in sample.h."""
     parts = -(-vocab_size // 1024)
     return parts * (1024 * (4 + 4) + 16 * 4 + 8 + 4 + 4) + 8 * 64
 
 
 def _partial_bytes(program: Program) -> int:
-    """Per thread, room for the splits of two pieces of decode attention over the longest context that is served."""
+    """Return the bytes per thread for the splits of two pieces of decode attention over the longest context."""
     most = 0
     splits = -(-int(program.info["max_model_len"]) // KEY_SPLIT)
     for node in program.graph.nodes:
@@ -220,7 +245,7 @@ def _formula(arena: Mapping[str, int]) -> dict[str, int]:
 
 
 def _kv_layout(program: Program) -> dict[str, Any]:
-    """How a block of each group lies in the pool (kv.h)."""
+    """Return how a KV block of each group lies in the pool (kv.h)."""
     int8 = any(group.dtype == torch.int8 for group in program.kv_groups)
     tokens = 32 if program.block_size % 32 == 0 else 16
     return {
@@ -235,7 +260,7 @@ def _kv_layout(program: Program) -> dict[str, Any]:
 
 
 def _pool(group: KVGroup, block_size: int) -> str:
-    """The PoolShape of a group."""
+    """Return the C++ PoolShape of a group."""
     kind = "LATENTS" if group.kind == "latent" else "KEYS_VALUES"
     sizes = f"{len(group.layers)}, {block_size}, {group.num_kv_heads}, {group.head_dim}"
     return f"{{{kind}, {dtype_name(group.dtype).upper()}, {sizes}}}"
@@ -256,7 +281,7 @@ def _observable(node: fx.Node, number: int) -> dict[str, Any]:
 
 
 def _region(made: list[Call], numbers: Mapping[fx.Node, int], tables: list[str]) -> list[str]:
-    """The statements of one parallel region: loops over runs of equal layers, barriers where calls depend."""
+    """Return the statements of one parallel region: loops over equal layers, barriers where calls depend."""
     lines: list[str] = []
     pending: list[Call] = []
     for block in _blocks(made):
@@ -295,7 +320,8 @@ def _blocks(made: list[Call]) -> list[Block]:
             last.layers.append(layer)
             last.slots.append(slots)
             for first, call in zip(last.calls, piece, strict=True):
-                # The loop's barriers must be right for every layer, so a call touches what any layer's does.
+                # The loop's barriers must be right for every layer, so the first layer's calls take over what later
+                # ones touch.
                 first.reads += [extent for extent in call.reads if extent not in first.reads]
                 first.writes += [extent for extent in call.writes if extent not in first.writes]
         else:
@@ -304,7 +330,7 @@ def _blocks(made: list[Call]) -> list[Block]:
 
 
 def _loop(block: Block, numbers: Mapping[fx.Node, int], tables: list[str]) -> list[str]:
-    """A loop over equal layers. Slots that are the same in all of them are printed, the others come from a table."""
+    """Return a loop over equal layers: slots equal in all layers are literals, the others come from a table."""
     columns: list[list[int]] = []
     texts: list[str] = []
     for index in range(len(block.slots[0])):
@@ -320,12 +346,14 @@ def _loop(block: Block, numbers: Mapping[fx.Node, int], tables: list[str]) -> li
     tables.append(f"constexpr i64 {name}[{len(block.slots)}][{max(1, len(columns))}] = {{\n{rows}}};")
     count = len(block.slots)
     later = [text.replace("r[", "later[") for text in texts]
-    looks = any(call.ahead for call in block.calls)
+    prefetches = any(call.ahead for call in block.calls)
+    later_row = [f"    [[maybe_unused]] const i64* later = {name}[i < {count - 1} ? i + 1 : i];"] if prefetches else []
+    statements = ["    " + line for line in _statements(block, texts, later, numbers, [])]
     return [
         f"  for (i64 i = 0; i < {count}; ++i) {{  // layers {block.layers[0]} to {block.layers[-1]}",
         f"    const i64* r = {name}[i];",
-        *([f"    [[maybe_unused]] const i64* later = {name}[i < {count - 1} ? i + 1 : i];"] if looks else []),
-        *("    " + line for line in _statements(block, texts, later, numbers, [])),
+        *later_row,
+        *statements,
         f"    {_barrier(block, len(block.calls), texts, later)}",
         "  }",
     ]
@@ -334,10 +362,11 @@ def _loop(block: Block, numbers: Mapping[fx.Node, int], tables: list[str]) -> li
 def _statements(
     block: Block, texts: list[str], later: list[str] | None, numbers: Mapping[fx.Node, int], pending: list[Call]
 ) -> list[str]:
-    """One repetition: texts are those of its slots, `later` those of the next one, if it is in a loop.
+    """Return the statements of one repetition of a block.
 
-    Each call goes after the barrier that it needs, and before what the host may see of it. pending: the calls since the
-    last barrier. In a loop node numbers advance by a layer's count.
+    texts: the texts of the repetition's slots; later: those of the next repetition, if the block is a loop. Each call
+    goes after the barrier that it needs, and before the observation of its results by the host. pending: the calls
+    since the last barrier. In a loop, node numbers advance by the number of outputs of a layer.
     """
     lines: list[str] = []
     used = 0
@@ -360,7 +389,10 @@ def _statements(
 
 
 def _barrier(block: Block, index: int, texts: list[str], later: list[str] | None) -> str:
-    """The barrier before call `index`, where who waits fetches the weight that is the next to be streamed."""
+    """Return the barrier before call `index`.
+
+    Threads that wait at it fetch the next weight that will be streamed.
+    """
     starts = [0, *itertools.accumulate(len(call.slots) for call in block.calls)]
     for first, own in ((index, texts), (0, later)):
         for at, call in enumerate(block.calls[first:], first):
@@ -370,9 +402,9 @@ def _barrier(block: Block, index: int, texts: list[str], later: list[str] | None
 
 
 def _parts(kernels: Collection[tuple[str, bool]], own_headers: Sequence[str]) -> tuple[str, ...]:
-    """A unit for each kernel that is a template (the others are inline), and one for the entry points.
+    """Return a unit for each kernel that is a template (the others are inline), and one for the entry points.
 
-    kernels: each with whether it is a user's, in one of `own_headers`.
+    kernels: pairs of the kernel's text and whether it is a user's kernel, defined in one of `own_headers`.
     """
     parts = []
     for kernel, own in sorted(kernels):
@@ -385,7 +417,7 @@ def _parts(kernels: Collection[tuple[str, bool]], own_headers: Sequence[str]) ->
 
 
 def _blockings(products: Sequence[Product]) -> list[str]:
-    """The choices for each product, by instruction set."""
+    """Return the C++ tables of the choices for each product, by instruction set."""
     if not products:
         return []
     lines = [
@@ -403,7 +435,7 @@ def _blockings(products: Sequence[Product]) -> list[str]:
 
 
 def _product(product: Product, made: Sequence[Call]) -> dict[str, Any]:
-    """A product as program.json has it: which nodes of the step are, and what was chosen for it."""
+    """Return a product as program.json has it: the nodes of the step that compute it, and its blockings."""
     nodes = {name_of(node) for call in made if call.product == product for node, _, _ in call.outputs}
     return {
         "nodes": sorted(nodes),
@@ -432,15 +464,17 @@ def _source(
     found = any(target_name(node.target) in COLLECTIVES for node in program.graph.nodes if node.op == "call_function")
     inputs = {node.name for node in program.inputs()}
     facts = {"COLLECTIVES": found, "HIDDEN_IN": HIDDEN_IN in inputs, "HIDDEN_OUT": outputs(program)[1] is None}
+    own_includes = [f'#include "{name}"' for name in own_headers]
+    constants = [f"const bool {name} = {'true' if fact else 'false'};" for name, fact in facts.items()]
     parts = [
         f"// Generated by inferc from the lowered program {program.name!r}; graph/ has it as text.",
         f'#include "{COMMON_HEADER}"',
-        *(f'#include "{name}"' for name in own_headers),
+        *own_includes,
         "",
         "namespace inferc {",
         "",
         f"const Arena ARENA{{{layout}}};",
-        *(f"const bool {name} = {'true' if fact else 'false'};" for name, fact in facts.items()),
+        *constants,
         f"const int KV_GROUPS = {len(pools)};",
         f"const PoolShape KV_POOLS[{max(1, len(pools))}] = {{{', '.join(pools)}}};",
         *tables,

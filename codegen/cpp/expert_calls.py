@@ -1,4 +1,4 @@
-"""The calls of the kernels of experts, as calls.py has those of the others, and the scratch that they take."""
+"""The functions that emit the calls of the kernels of experts, as calls.py for other ops, and their scratch sizes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def expert_combine(node: fx.Node, values: Values) -> Call:
 
 
 def exchange_work_bytes(node: fx.Node) -> tuple[int, int]:
-    """Scratch of one node of exchange.h: bytes per row, and besides."""
+    """Return the scratch of one node of exchange.h, as (bytes per row, bytes in addition)."""
     top_k = int(argument(node, "expert_ids").meta["val"].shape[1])
     table = math.prod(argument(node, "placement").meta["val"].shape) * 4
     name = {"inferc.expert_dispatch": "x", "inferc.expert_combine": "y"}.get(target_name(node.target))
@@ -70,7 +70,8 @@ def exchange_work_bytes(node: fx.Node) -> tuple[int, int]:
         return 0, table + 64
     x, size = argument(node, name).meta["val"], argument(node, "size")
     fan = min(top_k, size)
-    # A parcel is the larger of what travels; as many rows leave as arrive at most, and `fan` for the share's rounding.
+    # A parcel has the size of the larger message. At most as many rows leave as arrive; `fan` more cover the rounding
+    # of a rank's share.
     parcel = int(x.shape[1]) * x.dtype.itemsize + top_k * 8 + 8
     lists, sums = 8 + 4 + 4, int(x.shape[1]) * 4
     return lists + 2 * parcel + sums, table + fan * (parcel + 4) + 8 * size * 6 + 14 * 64
@@ -81,8 +82,10 @@ def moe_routing(node: fx.Node, values: Values) -> Call:
     x, operand = b.read("router_logits")
     ids, _ = b.write(0)
     weights, _ = b.write(1)
-    groups = f"{b.arg('group_score').upper()}, {operand.width}, {b.arg('top_k')}, {b.arg('num_groups')}, {b.arg('topk_groups')}"
-    how = f"{b.arg('score').upper()}, {groups}, {cpp_bool(b.arg('renormalize'))}, {cpp_float(b.arg('scale'))}, {cpp_float(b.arg('margin'))}"
+    groups = f"{b.arg('group_score').upper()}, {operand.width}, {b.arg('top_k')}, "
+    groups += f"{b.arg('num_groups')}, {b.arg('topk_groups')}"
+    how = f"{b.arg('score').upper()}, {groups}, {cpp_bool(b.arg('renormalize'))}, "
+    how += f"{cpp_float(b.arg('scale'))}, {cpp_float(b.arg('margin'))}"
     bias = b.arg("bias")
     types = f"{cpp_type(operand)}, {cpp_type(operand) if bias is None else CPP_TYPES[bias.meta['val'].dtype]}"
     routing = f"Routing{{{{{how}}}}}"
@@ -103,7 +106,7 @@ def moe_experts(node: fx.Node, values: Values) -> Call:
     types = f"{cpp_type(result)}, {CPP_TYPES[b.arg('down').meta['val'].dtype]}"
     matrices = (_expert_matrix(b, "gate_up", types, both, hidden), _expert_matrix(b, "down", types, hidden, inter))
     _touch_scratch(b)
-    b.ahead = "Ahead{{}}"  # which experts were chosen is not known before
+    b.ahead = "Ahead{{}}"  # nothing to fetch ahead: the chosen experts are not known before the call
     fields = (
         f"{x}, {x_scale}, {ids}, {weights}, {', '.join(matrices)}, {b.arg('activation').upper()}, "
         f"{cpp_float(b.arg('alpha'))}, {cpp_float(b.arg('limit'))}, {cpp_bool(b.arg('scale_input'))}, "
@@ -125,7 +128,7 @@ def _expert_matrix(b: Builder, name: str, types: str, n: int, k: int) -> str:
 
 
 def moe_work_bytes(node: fx.Node) -> tuple[int, int]:
-    """Scratch of one moe_experts node: bytes per row, and besides (see ExpertWork in moe.h)."""
+    """Return the scratch of one moe_experts node, as (bytes per row, bytes in addition); see ExpertWork in moe.h."""
     size = node.meta["val"].dtype.itemsize
     experts, both, _ = (int(size) for size in argument(node, "gate_up").meta["val"].shape)
     hidden, inter = int(node.meta["val"].shape[1]), both // 2

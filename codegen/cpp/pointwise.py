@@ -1,4 +1,4 @@
-"""C++ for `inferc.pointwise`: the expression as one lambda over vectors, its inputs read where and as they lie."""
+"""The C++ code of `inferc.pointwise`: one lambda over vectors that reads its inputs where and as they lie."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inferc.codegen.values import Values
 from inferc.ir.ops.pointwise import parse, walk
 
 _OPERATORS: dict[type[ast.AST], str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
-# Functions that simd.h calls otherwise.
+# The functions that have another name in simd.h.
 _NAMES = {"abs": "absolute", **{name: f"{name}_each" for name in ("floor", "log", "rsqrt", "sqrt")}}
 
 
@@ -47,7 +47,10 @@ def pointwise(node: fx.Node, values: Values) -> Call:
 
 
 def _input(b: Builder, node: fx.Node, index: int, count: int, width: int) -> tuple[str, str]:
-    """What the lambda keeps of an input, and how it reads n elements of part `part` of row `row` from i on."""
+    """Return the lambda's capture of an input, and the text that reads n elements of it.
+
+    The elements are those from index i on, of part `part` of row `row`.
+    """
     size = math.prod(padded_sizes(node, node.meta["val"].dim()))
     if node.op == "get_attr":
         kind = CPP_TYPES[node.meta["val"].dtype]

@@ -1,4 +1,4 @@
-"""Which C++ kernel runs which op on the CPU, best first."""
+"""The table of C++ kernels for the CPU: which kernel runs which op, best first."""
 
 from __future__ import annotations
 
@@ -48,14 +48,19 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.silu_mul_quantize", "silu_mul_quantize", "gate", (), (), None),
 )
 _QKV_PLAIN = ("bias", "q_weight", "k_weight")
-# The same of what uses the KV cache: each for one in the model's dtype and for one in int8.
+# Rows with the same fields, for ops that use the KV cache: each becomes two kernels, for a cache in the model's dtype
+# and for one in int8.
 _CACHE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
     ("inferc.kv_write", "kv_write", "k", (), (), None),
     ("inferc.rope_kv_write", "rope_kv_write", "q", (), (), shared.rope_fits),
     ("inferc.norm_rope_kv_write", "norm_rope_kv_write", "q", (), ("q_weight", "k_weight"), shared.rope_fits),
     (
-        *("inferc.qkv_rope_kv_write", "qkv_rope_kv_write", "x", ("weight",)),
-        *(_QKV_PLAIN, conditions.float_qkv_fits),
+        "inferc.qkv_rope_kv_write",
+        "qkv_rope_kv_write",
+        "x",
+        ("weight",),
+        _QKV_PLAIN,
+        conditions.float_qkv_fits,
     ),
     ("inferc.paged_attention", "paged_attention", "q", (), ("sinks", "alibi"), shared.heads_fit),
     ("inferc.latent_write", "latent_write", "k", (), (), None),
@@ -63,7 +68,7 @@ _CACHE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callab
 )
 _SCALES = ("gate_up_scale", "down_scale")
 _GROUP_SCALES = ("gate_up_group_scale", "down_group_scale")
-# The same with int8 weights, without the argument: the dtype of the first weight decides, and the result's.
+# Rows for integer weights, without the deciding argument: the dtypes of the first weight and of the result decide.
 _INT8_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
     ("inferc.embedding_int8", "embedding_panel_int8", ("weight",), ("scale",), conditions.packed_lookup),
     ("inferc.embedding_int8", "embedding_int8", (), ("weight", "scale"), None),
@@ -86,29 +91,37 @@ _INT8_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], Callable[[fx
     ("inferc.moe_experts", "moe_experts_int8", ("gate_up", "down"), (*_BIASES, *_SCALES), conditions.int8_experts_fit),
     ("inferc.moe_experts", "moe_experts_w8a8", ("gate_up", "down"), (*_BIASES, *_SCALES), conditions.w8a8_experts_fit),
 )
-# op, name, weights in four bits, the scales of their groups, what is not packed, condition
+# op, name, weights in four bits, their group scales, arguments that are not packed, condition
 _INT4_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...], Callable[[fx.Node], str]], ...] = (
     ("inferc.linear_w4a8", "linear_w4a8", ("weight",), ("group_scale",), ("scale", "bias"), conditions.four_bits_fit),
     (
-        *("inferc.qkv_rope_kv_write", "qkv_rope_kv_write_w4a8", ("weight",), ("group_scale",)),
-        *(("scale", *_QKV_PLAIN), conditions.w4a8_qkv_fits),
+        "inferc.qkv_rope_kv_write",
+        "qkv_rope_kv_write_w4a8",
+        ("weight",),
+        ("group_scale",),
+        ("scale", *_QKV_PLAIN),
+        conditions.w4a8_qkv_fits,
     ),
     (
-        *("inferc.moe_experts", "moe_experts_w4a8", ("gate_up", "down"), _GROUP_SCALES, (*_BIASES, *_SCALES)),
+        "inferc.moe_experts",
+        "moe_experts_w4a8",
+        ("gate_up", "down"),
+        _GROUP_SCALES,
+        (*_BIASES, *_SCALES),
         conditions.w4a8_experts_fit,
     ),
 )
 
 
 def _emits(op: str, name: str) -> str:
-    """Where the call of a kernel is made; that of all kernels of experts is one, with other types."""
+    """Return the path of the function that emits a kernel's call; all kernels of experts share one."""
     if op.startswith(("inferc.expert_", "inferc.moe_")):
         return f"inferc.codegen.cpp.expert_calls:{'moe_experts' if op == 'inferc.moe_experts' else name}"
     return f"inferc.codegen.cpp.calls:{name}"
 
 
 def _caches(op: str) -> tuple[bool | None, ...]:
-    """Whether the KV cache is in int8: both for what uses it."""
+    """Return whether the KV cache is in int8: both for an op that uses the cache, None for other ops."""
     return (False, True) if op in {row[0] for row in _CACHE_ROWS} else (None,)
 
 

@@ -1,4 +1,4 @@
-"""A call of a C++ kernel, and how C++ names what it is given."""
+"""The dataclasses of a C++ kernel call, and the C++ names of its operands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPP_TYPES = {
     torch.bfloat16: "bf16",
     torch.int8: "i8",
     torch.uint8: "u8",
-    torch.float16: "u16",  # its bits: scales
+    torch.float16: "u16",  # the bits of float16, as scales are stored
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -25,44 +25,45 @@ ROW_COUNTS = {"T": "s.tokens", "S": "s.rows", "B": "s.seqs", "sample": "rows"}
 
 
 def cpp_type(operand: Operand) -> str:
-    """Of an element."""
+    """Return the C++ type of an element of the operand."""
     return CPP_TYPES[operand.dtype]
 
 
 def row_count(operand: Operand) -> str:
-    """How many rows the step has in the operand's pool."""
+    """Return the C++ expression for the number of rows that the step has in the operand's pool."""
     return ROW_COUNTS[operand.pool]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A number in a call that may differ from layer to layer: it is printed, or read from the layers' table."""
+    """A number in a call that may differ between layers: printed as a literal, or read from the layers' table."""
 
     value: int
 
 
 @dataclass
 class Call:
-    """One kernel call: C++ text with a `{n}` for each slot, and what it touches (for the barriers)."""
+    """A kernel call: C++ text with a `{n}` for each slot, and the memory it reads and writes (to place barriers)."""
 
     text: str
     slots: list[Slot]
     reads: list[tuple[Any, int, int]]
     writes: list[tuple[Any, int, int]]
-    outputs: list[tuple[fx.Node, Operand, int]]  # with the slot of the result's offset
+    outputs: list[tuple[fx.Node, Operand, int]]  # the last is the slot of the result's offset
     node: fx.Node
-    ahead: str = ""  # the C++ text of what a thread will read first, if that is known before
-    apart: bool = True  # the kernel, if it is a template, can be compiled apart from the call
+    # C++ text for the first piece of memory that each thread will read, if that is known before the call
+    ahead: str = ""
+    apart: bool = True  # a template kernel can be compiled in another unit than the call
     own: bool = False  # the kernel is a user's
-    product: Product | None = None  # the matrix product that it is, which its text has a blocking for
+    product: Product | None = None  # the matrix product that the call computes, if its text names a blocking
 
     @property
     def kernel(self) -> str:
-        """What is called, with its template arguments."""
+        """The kernel's C++ name with its template arguments."""
         return self.text.partition("(")[0]
 
     def conflicts(self, others: list[Call]) -> bool:
-        """Whether it must wait for any of `others`."""
+        """Tell whether this call must wait at a barrier for any of `others`."""
         return any(
             _overlap(self.reads, other.writes) or _overlap(self.writes, other.writes + other.reads) for other in others
         )

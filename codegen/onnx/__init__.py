@@ -1,1 +1,1 @@
-"""A dense program as an ONNX model."""
+"""The code generator that writes a dense program as an ONNX model."""

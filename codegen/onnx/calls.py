@@ -1,6 +1,7 @@
-"""Each op of a lowered program as ONNX ops: what `emit` of the kernel table names for the `onnx` backend.
+"""The functions that write each op of a lowered program as ONNX ops, named by `emit` of the kernel table.
 
-The step's rows are tokens, `[T, …]` with T = num_seqs * num_new; attention alone needs to know which are of one sequence.
+The step's rows are tokens, `[T, …]` with T = num_seqs * num_new; only attention needs to know which rows are of one
+sequence.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def view(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def part(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """getitem"""
+    """Return the part of a node with several results that a `getitem` node selects."""
     source, index = node.args
     found: ir.Value = graph.value(source)[index]
     return found
@@ -94,7 +95,7 @@ def slice_(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def _linear(graph: OnnxGraph, x: fx.Node, weight: fx.Node, bias: fx.Node | None, dtype: torch.dtype) -> ir.Value:
-    """x [..., k] by weight [n, k], in `dtype`."""
+    """Multiply x [..., k] by weight [n, k], in `dtype`."""
     rows, matrix = (graph.cast(graph.value(each), _dtype(each), dtype) for each in (x, weight))
     offset = None if bias is None else graph.cast(graph.value(bias), _dtype(bias), dtype)
     if _rank(x) == 2:
@@ -119,7 +120,7 @@ def lm_head(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def head_linear(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """[T, heads, k] by [heads, n, k]: a product of matrices for each head."""
+    """Multiply [T, heads, k] by [heads, n, k]: one matrix product for each head."""
     x, weight = arguments(node)
     heads_first = graph.op("Transpose", graph.value(x), perm=[1, 0, 2])
     product = graph.op("MatMul", heads_first, graph.op("Transpose", graph.value(weight), perm=[0, 2, 1]))
@@ -158,7 +159,7 @@ def layer_norm(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     if bias is not None and _rank(bias) == 1:
         offset = graph.wide(bias)
     made = graph.op("LayerNormalization", wide, scale, offset, axis=-1, epsilon=eps, stash_type=1)
-    if weight is not None and _rank(weight) == 2:  # heads that each have their own
+    if weight is not None and _rank(weight) == 2:  # each head has its own weight
         made = graph.op("Mul", made, graph.wide(weight))
     if bias is not None and _rank(bias) == 2:
         made = graph.op("Add", made, graph.wide(bias))
@@ -169,14 +170,14 @@ def layer_norm(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def activate(graph: OnnxGraph, value: ir.Value, name: str) -> ir.Value:
-    """silu, gelu or gelu_tanh."""
+    """Apply an activation to a value; `name` is silu, gelu or gelu_tanh."""
     if name == "silu":
         return graph.op("Mul", value, graph.op("Sigmoid", value))
     return graph.op("Gelu", value, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 def _gated(graph: OnnxGraph, gate: fx.Node, up: fx.Node, activation: str) -> ir.Value:
-    """`activation(gate) * up` in float32, rounded once."""
+    """Compute `activation(gate) * up` in float32, rounded once."""
     dtype = _dtype(gate)
     wide, other = (graph.cast(graph.value(each), dtype, torch.float32) for each in (gate, up))
     return graph.cast(graph.op("Mul", activate(graph, wide, activation), other), torch.float32, dtype)
@@ -254,7 +255,7 @@ def rope_table(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def _cos_and_sin(graph: OnnxGraph, table: fx.Node) -> tuple[ir.Value, ir.Value]:
-    """Each [T, 1, rotary_dim / 2], as RotaryEmbedding has them; made once for all layers."""
+    """Return cos and sin, each [T, 1, rotary_dim / 2] as RotaryEmbedding takes them; made once for all layers."""
     half = int(table.meta["val"].shape[-1]) // 2
     cos, sin = (
         graph.shared(
@@ -269,18 +270,24 @@ def _cos_and_sin(graph: OnnxGraph, table: fx.Node) -> tuple[ir.Value, ir.Value]:
 
 
 def rope(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """Each token is a batch of its own with one position, so that no axis moves: [T, 1, heads * head_dim]."""
+    """Write rope as RotaryEmbedding on rows [T, 1, heads * head_dim].
+
+    Each token is a batch of its own with one position, so that no axis has to move.
+    """
     x, table, pairs = arguments(node)
     _, heads, head_dim = x.meta["val"].shape
     dtype, rotary_dim = _dtype(x), int(table.meta["val"].shape[-1])
     cos, sin = _cos_and_sin(graph, table)
     rows = graph.cast(graph.reshape(graph.value(x), -1, 1, int(heads * head_dim)), dtype, torch.float32)
-    if pairs == "neighbours_to_halves":  # put the pairs where halves have them
+    if pairs == "neighbours_to_halves":  # reorder, so that the pairs lie in two halves
         order = [*range(0, rotary_dim, 2), *range(1, rotary_dim, 2), *range(rotary_dim, int(head_dim))]
         whole = [int(head_dim) * head + place for head in range(heads) for place in order]
         rows = graph.op("Gather", rows, graph.constant(whole), axis=2)
     turned = graph.op(
-        *("RotaryEmbedding", rows, cos, sin),
+        "RotaryEmbedding",
+        rows,
+        cos,
+        sin,
         interleaved=int(pairs == "neighbours"),
         num_heads=int(heads),
         rotary_embedding_dim=0 if rotary_dim == head_dim else rotary_dim,
@@ -292,7 +299,7 @@ def rope(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def _shape_by_sequence(graph: OnnxGraph, *sizes: int) -> ir.Value:
-    """[num_seqs, *sizes]"""
+    """Return the shape [num_seqs, *sizes] as a value of the graph."""
     return graph.shared(
         ("by sequence", sizes),
         lambda: graph.op("Concat", graph.op("Shape", graph.named_input("starts")), graph.constant(sizes), axis=0),
@@ -300,7 +307,7 @@ def _shape_by_sequence(graph: OnnxGraph, *sizes: int) -> ir.Value:
 
 
 def _by_sequence(graph: OnnxGraph, value: ir.Value, heads: int, head_dim: int) -> ir.Value:
-    """[T, heads, head_dim] as [num_seqs, heads, num_new, head_dim]."""
+    """Turn [T, heads, head_dim] into [num_seqs, heads, num_new, head_dim]."""
     split = graph.op("Reshape", value, _shape_by_sequence(graph, -1, heads, head_dim))
     return graph.op("Transpose", split, perm=[0, 2, 1, 3])
 
@@ -313,7 +320,7 @@ def dense_write(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def _mask(graph: OnnxGraph, cache: ir.Value, mask: str, window: int) -> ir.Value:
-    """Which tokens of the cache each new one sees: bool [num_seqs, 1, num_new, capacity]."""
+    """Return which tokens of the cache each new token sees: bool [num_seqs, 1, num_new, capacity]."""
 
     def make() -> ir.Value:
         query = graph.op("Reshape", graph.named_input("positions"), _shape_by_sequence(graph, 1, -1, 1))
@@ -339,7 +346,7 @@ def dense_attention(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def dense_write_attention(graph: OnnxGraph, node: fx.Node) -> Sequence[ir.Value]:
-    """onnxruntime's GroupQueryAttention, on rows as they are: [num_seqs, num_new, heads * head_dim]."""
+    """Write attention as onnxruntime's GroupQueryAttention, on rows [num_seqs, num_new, heads * head_dim]."""
     named = named_arguments(node)
     q, k_cache = named["q"], named["k_cache"]
     heads, head_dim = (int(size) for size in q.meta["val"].shape[1:])
@@ -349,7 +356,7 @@ def dense_write_attention(graph: OnnxGraph, node: fx.Node) -> Sequence[ir.Value]
         value = graph.cast(graph.value(named[name]), _dtype(named[name]), _dtype(k_cache))
         return graph.op("Reshape", value, _shape_by_sequence(graph, -1, heads * head_dim))
 
-    def last() -> ir.Value:  # index of each sequence's last token
+    def last() -> ir.Value:  # the index of each sequence's last token
         return graph.op("Cast", graph.op("Sub", lengths, graph.constant(1)), to=ir.DataType.INT32.value)
 
     def longest() -> ir.Value:
@@ -362,10 +369,18 @@ def dense_write_attention(graph: OnnxGraph, node: fx.Node) -> Sequence[ir.Value]
     if named["softcap"]:
         how["softcap"] = named["softcap"]
     out, keys, values = graph.ops(
-        *("GroupQueryAttention", rows("q", heads), rows("k", kv_heads), rows("v", kv_heads)),
-        *(graph.value(k_cache), graph.value(named["v_cache"])),
-        *(graph.shared(("last", lengths.name), last), graph.shared(("longest", lengths.name), longest)),
-        *(None, None, None, None),
+        "GroupQueryAttention",
+        rows("q", heads),
+        rows("k", kv_heads),
+        rows("v", kv_heads),
+        graph.value(k_cache),
+        graph.value(named["v_cache"]),
+        graph.shared(("last", lengths.name), last),
+        graph.shared(("longest", lengths.name), longest),
+        None,
+        None,
+        None,
+        None,
         None if sinks is None else graph.cast(graph.value(sinks), _dtype(sinks), _dtype(k_cache)),
         count=3,
         domain=MICROSOFT,
@@ -420,7 +435,7 @@ def _with_sinks(
     window: int,
     softcap: float,
 ) -> ir.Value:
-    """Attention whose softmax has one more, valueless key for each head: no op has that, so it is spelled out.
+    """Compute attention whose softmax has one more key without a value for each head: no op has that.
 
     The heads that share K and V are taken together, as more queries: [num_seqs, num_kv_heads, group * num_new, …].
     """

@@ -1,4 +1,4 @@
-"""Why a node cannot be written as the ONNX ops of a kernel: what the standard's ops and onnxruntime's own take."""
+"""The conditions under which a node can be written as a kernel's ONNX ops."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from inferc.ir.program import argument
 
 
 def nbits_block(k: int) -> int:
-    """How many neighbours along k are a block of onnxruntime's MatMulNBits: the largest power of two that divides, to 128."""
+    """Return the block size of onnxruntime's MatMulNBits: the largest power of two that divides k, up to 128."""
     return min(128, k & -k)
 
 
 def is_multiplied_as_integers(node: fx.Node) -> str:
-    """Of a table in int8: a product of rows in integers reads it too."""
+    """Check that an int8 embedding table is also the weight of a product of integer rows (`linear_w8a8`)."""
     return "" if is_tied(node, by=("inferc.linear_w8a8",)) else OTHER_CASE
 
 
 def blocks_fit(node: fx.Node) -> str:
-    """Of int8 weights [n, k]: for kernels that take k in blocks, of 16 at least."""
+    """Check that int8 weights [n, k] can be cut along k into blocks of at least 16, as MatMulNBits needs."""
     return "" if nbits_block(int(argument(node, "weight").meta["val"].shape[1])) >= 16 else OTHER_CASE
 
 
@@ -31,7 +31,7 @@ def float_experts(node: fx.Node) -> str:
 
 
 def _is_swiglu(node: fx.Node) -> bool:
-    """As onnxruntime's MoE and QMoE: SwiGLU of gate and up, no scaled input."""
+    """Tell whether onnxruntime's MoE and QMoE compute these experts: SwiGLU of gate and up, no scaled input."""
     is_its = argument(node, "activation") in ("silu", "swiglu_clamped") and not argument(node, "scale_input")
     return is_its and dtype_of(node, "x") in (torch.float32, torch.float16)
 
@@ -53,7 +53,7 @@ def qmoe_int8_fits(node: fx.Node) -> str:
 
 
 def qmoe_int4_fits(node: fx.Node) -> str:
-    """Groups that are whole: QMoE reads no padding."""
+    """Check for int4 experts whose groups are whole, since QMoE reads no padding."""
     if reason := int4_experts(node):
         return reason
     k = (int(argument(node, "gate_up").meta["val"].shape[1]) // 2, int(node.meta["val"].shape[1]))

@@ -1,7 +1,8 @@
-"""Lowered Program over a dense KV cache → one ONNX model, whose weights are the artifact's own files.
+"""The generator of one ONNX model from a lowered Program over a dense KV cache.
 
-Inputs and outputs are the program's, and the caches once more: `k_cache_3` comes back as `k_cache_3.out`, which a caller binds to
-the same memory, so that TensorScatter writes in place.
+The model's weights are the artifact's own files. Its inputs and outputs are the program's, and the caches are outputs
+too: `k_cache_3` comes back as `k_cache_3.out`, which a caller binds to the same memory, so that TensorScatter writes in
+place.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ALIASES = {"aten.slice.Tensor": calls.slice_, "aten.view": calls.view, "getitem"
 def emit(
     program: Program, weights: Mapping[str, StoredWeight], producer: str, kernels: Sequence[Kernel] = KERNELS
 ) -> bytes:
-    """The model. weights: by the program's names, where they lie beside it."""
+    """Return the serialized model; `weights` are by the program's names, in files beside the model."""
     graph = build(program, weights, kernels)
     hidden, logits = outputs(program)
     assert logits is not None, "the ranks of a pipeline are not exported"
@@ -37,7 +38,7 @@ def emit(
 
 
 def written_caches(graph: OnnxGraph) -> dict[str, ir.Value]:
-    """What becomes of the caches, by the names of their outputs."""
+    """Return the values of the caches after the step, by the names of their outputs."""
     found = {}
     for node in graph.program.graph.nodes:
         op = target_name(node.target) if node.op == "call_function" else ""
@@ -51,7 +52,7 @@ def written_caches(graph: OnnxGraph) -> dict[str, ir.Value]:
 
 
 def build(program: Program, weights: Mapping[str, StoredWeight], kernels: Sequence[Kernel] = KERNELS) -> OnnxGraph:
-    """Every node of the program as ONNX ops."""
+    """Write every node of the program as ONNX ops."""
     graph = OnnxGraph(program, weights)
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -66,7 +67,7 @@ def build(program: Program, weights: Mapping[str, StoredWeight], kernels: Sequen
 
 
 def serialized(graph: OnnxGraph, results: Mapping[str, ir.Value], producer: str) -> bytes:
-    """The file of a model with these results, by the names that they are to have."""
+    """Serialize a model with these results, which get the given names as the names of its outputs."""
     values = []
     for name, value in results.items():
         value.name = graph.unique(name)

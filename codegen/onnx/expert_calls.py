@@ -1,4 +1,4 @@
-"""Mixtures of experts: the routing by the standard's ops, the experts by onnxruntime's where it has them."""
+"""The ONNX ops of mixtures of experts: routing by the standard's ops, experts by onnxruntime's where it has them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from inferc.codegen.onnx.integer_calls import scales_of_groups, widened
 from inferc.ir.ops.quantize import int4_group
 from inferc.ir.program import named_arguments
 
-NOT_CHOSEN = -6e4  # a logit: float16 holds it, and its exponential is 0
+NOT_CHOSEN = -6e4  # the logit of an expert that was not chosen: float16 holds it, and its exponential is 0
 
 
 def moe_routing(graph: OnnxGraph, node: fx.Node) -> tuple[ir.Value, ir.Value]:
-    """(expert ids int32, weights float32), each [num_tokens, top_k]; of equals TopK takes the lower id, as we do."""
+    """Return expert ids in int32 and weights in float32, each [num_tokens, top_k].
+
+    Of equal scores TopK takes the lower id, as inferc's own kernels do.
+    """
     named = named_arguments(node)
     router, score, top_k = named["router_logits"], named["score"], int(named["top_k"])
     logits = graph.wide(router)
@@ -51,7 +54,7 @@ def moe_routing(graph: OnnxGraph, node: fx.Node) -> tuple[ir.Value, ir.Value]:
 def _of_best_groups(
     graph: OnnxGraph, choice: ir.Value, num_experts: int, num_groups: int, topk_groups: int, group_score: str
 ) -> ir.Value:
-    """Scores [num_tokens, num_experts], those outside of the best groups -inf."""
+    """Return the scores [num_tokens, num_experts], with -inf for the experts outside of the best groups."""
     groups = graph.reshape(choice, -1, num_groups, num_experts // num_groups)
     if group_score == "max":
         best = graph.op("ReduceMax", groups, graph.constant([2]), keepdims=0)
@@ -66,7 +69,7 @@ def _of_best_groups(
 
 
 def _spread(graph: OnnxGraph, ids: fx.Node, values: ir.Value, num_experts: int, elsewhere: float) -> ir.Value:
-    """What the chosen experts have, [num_tokens, top_k], over all of them: [num_tokens, num_experts]."""
+    """Spread the values of the chosen experts [num_tokens, top_k] over all of them: [num_tokens, num_experts]."""
     rows = graph.op("Shape", values, start=0, end=1)
     shape = graph.op("Concat", rows, graph.constant([num_experts]), axis=0)
     others = graph.op("Expand", graph.constant(elsewhere, np.float32), shape)
@@ -75,7 +78,7 @@ def _spread(graph: OnnxGraph, ids: fx.Node, values: ir.Value, num_experts: int, 
 
 
 def moe_experts(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """onnxruntime's MoE."""
+    """Write the experts as onnxruntime's MoE."""
     named = named_arguments(node)
     first = (graph.value(named["gate_up"]), _bias(graph, named["gate_up_bias"]))
     second = (graph.value(named["down"]), graph.value(named["down_bias"]))
@@ -83,7 +86,7 @@ def moe_experts(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def moe_experts_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """QMoE, with a scale for each output."""
+    """Write the experts as onnxruntime's QMoE in eight bits, with a scale for each output."""
     named = named_arguments(node)
     operands = []
     for name, scale in (("gate_up", _pairs(graph, named["gate_up_scale"])), ("down", graph.value(named["down_scale"]))):
@@ -98,7 +101,7 @@ def moe_experts_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def moe_experts_int4(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """QMoE, with a scale for each group."""
+    """Write the experts as onnxruntime's QMoE in four bits, with a scale for each group."""
     named = named_arguments(node)
     operands, group = [], 0
     for name in ("gate_up", "down"):
@@ -114,19 +117,25 @@ def moe_experts_int4(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 def _chosen_experts(
     graph: OnnxGraph, named: dict[str, Any], kind: str, operands: tuple[ir.Value | None, ...], how: dict[str, Any]
 ) -> ir.Value:
-    """onnxruntime's op routes by itself: it is given logits whose softmax over all experts are our weights, but for their
-    sum, by which the result is multiplied."""
+    """Write the experts as onnxruntime's op of the given kind, which does its own routing.
+
+    It is given logits whose softmax over all experts is proportional to the chosen weights; the result is then
+    multiplied by the weights' sum.
+    """
     num_experts = int(named["gate_up"].meta["val"].shape[0])
     weights, dtype = graph.value(named["expert_weights"]), named["x"].meta["val"].dtype
     total = graph.op("ReduceSum", weights, graph.constant([1]), keepdims=1)
-    # The largest is 0, so that 16 bits round none by much.
+    # The largest logit is 0, so that rounding to 16 bits changes no share by much.
     shares = graph.op("Log", graph.op("Div", weights, graph.op("ReduceMax", weights, graph.constant([1]), keepdims=1)))
     logits = _spread(graph, named["expert_ids"], shares, num_experts, NOT_CHOSEN)
     is_clamped = named["activation"] == "swiglu_clamped"
     if is_clamped:
         how = {**how, "swiglu_limit": float(named["limit"])}
     made = graph.op(
-        *(kind, graph.value(named["x"]), graph.cast(logits, torch.float32, dtype), *operands),
+        kind,
+        graph.value(named["x"]),
+        graph.cast(logits, torch.float32, dtype),
+        *operands,
         domain=MICROSOFT,
         activation_type="swiglu",
         swiglu_fusion=1,
@@ -147,12 +156,12 @@ def _bias(graph: OnnxGraph, bias: fx.Node | None, of: str = "gate_up") -> ir.Val
 
 
 def _pairs(graph: OnnxGraph, values: fx.Node) -> ir.Value:
-    """[experts, 2 n] with gate and up in turn, as the weights lie; made once, as the model is loaded."""
+    """Return [experts, 2 n] with gate and up alternating, as in the weights; computed once, at load time."""
     return _in_pairs(graph, graph.value(values), values)
 
 
 def _in_pairs(graph: OnnxGraph, value: ir.Value, like: fx.Node) -> ir.Value:
-    """[experts, 2 n, …] of the shape of `like`."""
+    """Reorder [experts, 2 n, …], of the shape of `like`, so that gate and up alternate."""
     experts, size, *rest = (int(each) for each in like.meta["val"].shape)
     halves = graph.reshape(value, experts, 2, size // 2, *rest)
     turned = graph.op("Transpose", halves, perm=[0, 2, 1, *(3 + axis for axis in range(len(rest)))])
@@ -160,13 +169,13 @@ def _in_pairs(graph: OnnxGraph, value: ir.Value, like: fx.Node) -> ir.Value:
 
 
 def all_experts(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """Every expert on every token, weighed by 0 where it was not chosen: what no op of onnxruntime's does otherwise."""
+    """Compute every expert on every token, weighted by 0 where it was not chosen: for experts that no op fits."""
     named = named_arguments(node)
     return _all_experts(graph, named, *(graph.wide(named[name]) for name in ("gate_up", "down")))
 
 
 def all_experts_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """The same, with weights that are widened in every call."""
+    """Compute every expert on every token as `all_experts`, with int8 weights that are widened in every call."""
     named, wide = named_arguments(node), []
     for name in ("gate_up", "down"):
         num_experts, n, k = (int(size) for size in named[name].meta["val"].shape)
@@ -179,7 +188,7 @@ def all_experts_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def all_experts_int4(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """The same in four bits."""
+    """Compute every expert on every token as `all_experts`, with int4 weights that are widened in every call."""
     named, wide = named_arguments(node), []
     inputs = (int(named["x"].meta["val"].shape[1]), int(named["gate_up"].meta["val"].shape[1]) // 2)
     for name, k in zip(("gate_up", "down"), inputs, strict=True):
@@ -188,10 +197,10 @@ def all_experts_int4(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def _all_experts(graph: OnnxGraph, named: dict[str, Any], gate_up: ir.Value, down: ir.Value) -> ir.Value:
-    """gate_up [experts, 2 n, k], down [experts, k, n] in float32."""
+    """Compute every expert on every token with float32 weights gate_up [experts, 2 n, k] and down [experts, k, n]."""
     x, num_experts = named["x"], int(named["gate_up"].meta["val"].shape[0])
 
-    def of_experts(values: ir.Value) -> ir.Value:  # [T, top_k] as [experts, T, 1], 0 where not chosen
+    def of_experts(values: ir.Value) -> ir.Value:  # [T, top_k] as [experts, T, 1], 0 for experts not chosen
         spread = _spread(graph, named["expert_ids"], values, num_experts, 0.0)
         return graph.op("Unsqueeze", graph.op("Transpose", spread, perm=[1, 0]), graph.constant([2]))
 
@@ -210,7 +219,8 @@ def _all_experts(graph: OnnxGraph, named: dict[str, Any], gate_up: ir.Value, dow
         result = graph.op("Add", result, graph.op("Unsqueeze", graph.wide(bias), graph.constant([1])))
     if not named["scale_input"]:
         result = graph.op("Mul", result, share)
-    elif named["gate_up_bias"] is not None or named["down_bias"] is not None:  # which those not chosen would add too
+    elif named["gate_up_bias"] is not None or named["down_bias"] is not None:
+        # Experts that were not chosen had an input of 0, but would add their biases.
         ones = graph.op("Expand", graph.constant(1.0, np.float32), graph.op("Shape", weights))
         result = graph.op("Mul", result, of_experts(ones))
     total = graph.op("ReduceSum", result, graph.constant([0]), keepdims=0)

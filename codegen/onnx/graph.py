@@ -1,4 +1,4 @@
-"""An ONNX graph in the making: what all calls write into."""
+"""An ONNX graph under construction, which the functions of all ops add to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from inferc.ir.program import Program, name_of
 from inferc.manifest import StoredWeight
 
-OPSET = 24  # the first with TensorScatter, and Attention that is told how much of its cache is filled
+OPSET = 24  # the first with TensorScatter, and with an Attention that takes the filled length of its cache
 DTYPES = {
     torch.float32: ir.DataType.FLOAT,
     torch.float16: ir.DataType.FLOAT16,
@@ -33,7 +33,10 @@ AXES = {("token_ids", 0): "num_tokens", ("starts", 0): "num_seqs", ("logits_rows
 
 
 class OnnxGraph:
-    """Values of the program's nodes as ONNX values, and ops on them. Weights stay where the artifact has them."""
+    """The ONNX values of the program's nodes, and methods that add ops on them.
+
+    The weights stay in the artifact's files.
+    """
 
     def __init__(self, program: Program, weights: Mapping[str, StoredWeight]) -> None:
         self.program, self._weights = program, weights
@@ -50,7 +53,7 @@ class OnnxGraph:
     # ------------------------------------------------------------------------------------------- values
 
     def value(self, node: Any) -> Any:
-        """Of an argument that is a node; None stays None."""
+        """Return the ONNX value of an argument that is a node; None stays None."""
         if node is None:
             return None
         if node.op == "get_attr" and node not in self.values:
@@ -59,7 +62,10 @@ class OnnxGraph:
         return self.values[node]
 
     def weight(self, node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype | ir.DataType) -> ir.Value:
-        """The stored bytes of a weight as a tensor of this shape and dtype; several may be of the same bytes."""
+        """Return a weight's stored bytes as a tensor of this shape and dtype.
+
+        Several tensors may refer to the same bytes. Raises ValueError if the sizes do not agree.
+        """
         name = str(node.target)
         key = ("weight", name, shape, dtype)
         if key not in self._kept:
@@ -80,7 +86,7 @@ class OnnxGraph:
         self.values[node] = made
 
     def unique(self, name: str) -> str:
-        """A name that no other value or node has."""
+        """Return a name that no other value or node has."""
         found, count = name, 1
         while found in self._names:
             found, count = f"{name}.{count}", count + 1
@@ -88,7 +94,7 @@ class OnnxGraph:
         return found
 
     def emit(self, node: fx.Node, call: Callable[[OnnxGraph, fx.Node], Any]) -> None:
-        """What the call makes of a node, named as people know it."""
+        """Store what `call` makes of a node; the ops that it adds get names from the node."""
         self._node = node
         made = call(self, node)
         self.values[node] = made
@@ -103,16 +109,17 @@ class OnnxGraph:
     # ---------------------------------------------------------------------------------------------- ops
 
     def op(self, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
-        """One op with one result."""
+        """Add an op with one result."""
         (made,) = self.ops(kind, *inputs, count=1, domain=domain, **attributes)
         return made
 
     def ops(
         self, kind: str, *inputs: ir.Value | None, count: int, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
-        """One op with several results."""
+        """Add an op with several results."""
         self.domains.add(domain)
-        while inputs and inputs[-1] is None:  # onnxruntime reads the bias of a LayerNormalization that says it has none
+        # onnxruntime reads the bias of a LayerNormalization even if its name is empty, so empty inputs at the end go.
+        while inputs and inputs[-1] is None:
             inputs = inputs[:-1]
         name = self.unique(f"{name_of(self._node) if self._node is not None else 'shared'}.{kind}")
         made = self.tape.op_multi_out(kind, inputs, attributes, num_outputs=count, domain=domain, name=name)
@@ -121,13 +128,16 @@ class OnnxGraph:
         return made
 
     def constant(self, value: Any, dtype: type[np.generic] = np.int64) -> ir.Value:
-        """A number or a list of them."""
+        """Return a number or a list of numbers as a constant."""
         array = np.array(value, dtype)
         return self._constant((array.dtype.str, array.shape, array.tobytes()), array)
 
     def zero_points(self, weight: fx.Node, count: int) -> ir.Value:
-        """What DequantizeLinear subtracts of rows in int8, written out for each weight: where the processor has no VNNI
-        onnxruntime makes both unsigned, and by itself adds one zero for all rows, or one twice that weights share."""
+        """Return the zero points that DequantizeLinear subtracts from int8 rows, written out for each weight.
+
+        Where the processor has no VNNI, onnxruntime makes the rows and the zero points unsigned. Left to itself it adds
+        one zero point for all rows, or changes one twice that several weights share.
+        """
         return self._constant(("zero points", str(weight.target)), np.zeros(count, np.int8))
 
     def _constant(self, key: Any, array: NDArray[Any]) -> ir.Value:
@@ -143,7 +153,7 @@ class OnnxGraph:
         return self._kept[key]
 
     def shared(self, key: Any, make: Callable[[], ir.Value]) -> ir.Value:
-        """A value that several calls need; the first makes it."""
+        """Return a value that several calls need; the first of them makes it."""
         if key not in self._kept:
             before, self._node = self._node, None
             self._kept[key] = make()
@@ -154,21 +164,21 @@ class OnnxGraph:
         return value if before == after else self.op("Cast", value, to=DTYPES[after].value)
 
     def wide(self, node: fx.Node) -> ir.Value:
-        """The node's value in float32."""
+        """Return the node's value in float32."""
         return self.cast(self.value(node), node.meta["val"].dtype, torch.float32)
 
     def named_input(self, name: str) -> ir.Value:
-        """An input of the step."""
+        """Return the value of the step's input of this name."""
         found: ir.Value = self.value(self.program.input(name))
         return found
 
     def reshape(self, value: ir.Value, *sizes: int) -> ir.Value:
-        """sizes: 0 keeps an axis, one -1 takes what is left."""
+        """Reshape a value; a size of 0 keeps an axis, and one size may be -1 for what is left."""
         return self.op("Reshape", value, self.constant(list(sizes)))
 
 
 def _axes(program: Program) -> dict[str, str]:
-    """The names of symbolic sizes, by the inputs that have them."""
+    """Return the names of symbolic sizes, found from the inputs that have them."""
     found = {}
     for node in program.inputs():
         for axis, size in enumerate(node.meta["val"].shape):

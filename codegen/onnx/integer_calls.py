@@ -1,4 +1,4 @@
-"""Products by weights in integers, as onnxruntime has kernels for them."""
+"""The ONNX ops of products with integer weights, by onnxruntime's kernels or by the standard's ops."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
 from inferc.ir.ops.quantize import LARGEST, int4_group
 from inferc.ir.program import named_arguments
 
-INT8_ACCURACY = 4  # of MatMulNBits: rows may be rounded to int8, block by block; kernels of 8 bits are slow otherwise
+# The accuracy level of MatMulNBits: rows may be rounded to int8, block by block. Its 8-bit kernels are slow otherwise.
+INT8_ACCURACY = 4
 
 
 def finish(graph: OnnxGraph, node: fx.Node, product: ir.Value, named: dict[str, Any]) -> ir.Value:
-    """A product in float32 with its bias, rounded, and its residual."""
+    """Add the bias to a product in float32, round it to the node's dtype, and add the residual."""
     if (bias := named["bias"]) is not None:
         product = graph.op("Add", product, graph.wide(bias))
     product = graph.cast(product, torch.float32, node.meta["val"].dtype)
@@ -28,7 +29,7 @@ def finish(graph: OnnxGraph, node: fx.Node, product: ir.Value, named: dict[str, 
 
 
 def linear_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """MatMulNBits in blocks that all have their output's scale."""
+    """Write an int8 product as MatMulNBits, in blocks that all have the scale of their output."""
     named = named_arguments(node)
     weight, scale = named["weight"], named["scale"]
     n, k = (int(size) for size in weight.meta["val"].shape)
@@ -38,13 +39,13 @@ def linear_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     scales = graph.op("Expand", column, graph.constant([n, k // block]))
     x = graph.wide(named["x"])
     product = _nbits(graph, x, blocks, scales, n, k, 8, block)
-    if named["dtype"] is not None:  # logits: a broken sequence is known by them
+    if named["dtype"] is not None:  # logits: NaN must survive, since it tells that a sequence is broken
         product = graph.op("Add", product, _zeros(graph, x))
     return finish(graph, node, product, named)
 
 
 def linear_int4(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """MatMulNBits with a scale for each group: the group's integer times its output's."""
+    """Write an int4 product as MatMulNBits; a group's scale is its integer scale times the scale of its output."""
     named = named_arguments(node)
     weight, group_scale = named["weight"], named["group_scale"]
     (n, groups), k = (int(size) for size in group_scale.meta["val"].shape), int(named["x"].meta["val"].shape[1])
@@ -55,7 +56,7 @@ def linear_int4(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def scales_of_groups(graph: OnnxGraph, group_scale: fx.Node, scale: fx.Node) -> ir.Value:
-    """float32 [..., n, groups]; computed once, as the model is loaded."""
+    """Return the group scales in float32 [..., n, groups], which onnxruntime computes once, at load time."""
     by = graph.op("Unsqueeze", graph.value(scale), graph.constant([-1]))
     return graph.op("Mul", graph.cast(graph.value(group_scale), torch.int8, torch.float32), by)
 
@@ -68,7 +69,7 @@ def _nbits(
 
 
 def linear_int8_wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """By the standard's ops, and for k that no block divides: the weight is widened in every call."""
+    """Write an int8 product by the standard's ops, for any k: the weight is widened to float32 in every call."""
     named = named_arguments(node)
     weight, scale = named["weight"], graph.value(named["scale"])
     zeros = graph.zero_points(weight, int(weight.meta["val"].shape[0]))
@@ -77,14 +78,14 @@ def linear_int8_wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def linear_int4_wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """By the standard's ops."""
+    """Write an int4 product by the standard's ops: the weight is widened to float32 in every call."""
     named = named_arguments(node)
     wide = widened(graph, named["weight"], named["group_scale"], named["scale"], int(named["x"].meta["val"].shape[1]))
     return finish(graph, node, graph.op("Gemm", graph.wide(named["x"]), wide, transB=1), named)
 
 
 def widened(graph: OnnxGraph, weight: fx.Node, group_scale: fx.Node, scale: fx.Node, k: int) -> ir.Value:
-    """Weights in four bits, float32 [..., n, k], in every call."""
+    """Widen weights in four bits to float32 [..., n, k], in every call."""
     *lead, size = (int(each) for each in weight.meta["val"].shape)
     group = int4_group(weight.meta["val"], group_scale.meta["val"])
     values = graph.weight(weight, (*lead, 2 * size), ir.DataType.INT4)
@@ -94,7 +95,7 @@ def widened(graph: OnnxGraph, weight: fx.Node, group_scale: fx.Node, scale: fx.N
 
 
 def embedding_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """Rows of what `linear_int8` reads too."""
+    """Look up rows of the table that `linear_int8` reads too, in its unsigned layout."""
     named = named_arguments(node)
     n, k = (int(size) for size in named["weight"].meta["val"].shape)
     table = graph.weight(named["weight"], (n, k), torch.uint8)
@@ -104,14 +105,14 @@ def embedding_int8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
 
 
 def embedding_int8_plain(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """Rows of what `linear_int8_wide` reads too."""
+    """Look up rows of the table that `linear_int8_wide` reads too."""
     named = named_arguments(node)
     rows = graph.op("Gather", graph.value(named["weight"]), graph.value(named["indices"]), axis=0)
     return _scaled_rows(graph, node, graph.cast(rows, torch.int8, torch.float32), named)
 
 
 def embedding_int8_columns(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """Columns of what `linear_w8a8` reads too."""
+    """Look up columns of the transposed table that `linear_w8a8` reads too."""
     named = named_arguments(node)
     n, k = (int(size) for size in named["weight"].meta["val"].shape)
     table = graph.weight(named["weight"], (k, n), torch.int8)
@@ -127,7 +128,10 @@ def _scaled_rows(graph: OnnxGraph, node: fx.Node, rows: ir.Value, named: dict[st
 
 
 def _zeros(graph: OnnxGraph, x: ir.Value) -> ir.Value:
-    """[num_tokens, 1]: 0 for each row, NaN where it holds a NaN or an infinity, which ReduceMax and integers lose."""
+    """Return [num_tokens, 1]: 0 for each row, or NaN for a row with a NaN or an infinity.
+
+    Added to a result, it restores the NaN that ReduceMax and integers lose.
+    """
     return graph.op("Mul", graph.op("ReduceL1", x, graph.constant([-1]), keepdims=1), graph.constant(0.0, np.float32))
 
 
@@ -143,7 +147,10 @@ def quantize_rows(graph: OnnxGraph, node: fx.Node) -> tuple[ir.Value, ir.Value]:
 
 
 def linear_w8a8(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    """The standard's own ops; sums are exact in int32. Rows go in without a sign, for which onnxruntime has faster kernels."""
+    """Write a product of int8 rows and weights by the standard's ops, with exact sums in int32.
+
+    The rows are made unsigned, because onnxruntime has faster kernels for these.
+    """
     named = named_arguments(node)
     x, (n, k) = named["x"], (int(size) for size in named["weight"].meta["val"].shape)
 

@@ -1,4 +1,4 @@
-"""How each op is written as ONNX ops, best first: by the standard's ops, and by onnxruntime's own where it has them."""
+"""The table of ONNX kernels: how each op is written, by onnxruntime's own ops where it has them, best first."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ _ONNX_ROWS: tuple[tuple[str, str, _OwnCheck], ...] = (
     ("inferc.quantize_rows", "integer_calls:quantize_rows", None),
     ("inferc.moe_routing", "expert_calls:moe_routing", shared.is_common_score),
 )
-# The same of what reads weights in a layout, those with onnxruntime's own ops before those without.
+# Rows with the layouts of the weights: those with onnxruntime's own ops come before those without.
 _ONNX_TIED_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
     (
-        *("inferc.embedding_int8", "integer_calls:embedding_int8_columns", conditions.is_multiplied_as_integers),
+        "inferc.embedding_int8",
+        "integer_calls:embedding_int8_columns",
+        conditions.is_multiplied_as_integers,
         {"weight": "transposed"},
     ),
 )
@@ -49,11 +51,15 @@ _ONNX_OWN_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = 
     ("inferc.linear_int4", "integer_calls:linear_int4", None, {"weight": "neighbours"}),
     ("inferc.moe_experts", "expert_calls:moe_experts", conditions.moe_fits, {"gate_up": "pairs"}),
     (
-        *("inferc.moe_experts", "expert_calls:moe_experts_int8", conditions.qmoe_int8_fits),
+        "inferc.moe_experts",
+        "expert_calls:moe_experts_int8",
+        conditions.qmoe_int8_fits,
         {"gate_up": "pairs_unsigned", "down": "unsigned"},
     ),
     (
-        *("inferc.moe_experts", "expert_calls:moe_experts_int4", conditions.qmoe_int4_fits),
+        "inferc.moe_experts",
+        "expert_calls:moe_experts_int4",
+        conditions.qmoe_int4_fits,
         {"gate_up": "pairs_neighbours", "down": "neighbours"},
     ),
 )
@@ -65,7 +71,9 @@ _ONNX_WIDE_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] =
     ("inferc.moe_experts", "expert_calls:all_experts", conditions.float_experts, {"gate_up": None, "down": None}),
     ("inferc.moe_experts", "expert_calls:all_experts_int8", conditions.int8_experts, {"gate_up": None, "down": None}),
     (
-        *("inferc.moe_experts", "expert_calls:all_experts_int4", conditions.int4_experts),
+        "inferc.moe_experts",
+        "expert_calls:all_experts_int4",
+        conditions.int4_experts,
         {"gate_up": "neighbours_signed", "down": "neighbours_signed"},
     ),
 )
@@ -81,11 +89,11 @@ def _kernels(rows: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...]
 
 
 _PLAIN = tuple(_kernel(op, call, check, {}) for op, call, check in _ONNX_ROWS)
-_ON_CPU = ("onnx.moe_experts_int8", "onnx.moe_experts_int4")  # a GPU's QMoE has weights in another order
+_ON_CPU = ("onnx.moe_experts_int8", "onnx.moe_experts_int4")  # the QMoE of a GPU has weights in another order
 
 KERNELS = (*_PLAIN, *_kernels(_ONNX_TIED_ROWS), *_kernels(_ONNX_OWN_ROWS), *_kernels(_ONNX_WIDE_ROWS))
-"""For onnxruntime on a CPU."""
+"""The kernels for onnxruntime on a CPU."""
 STANDARD_KERNELS = (*_PLAIN, *_kernels(_ONNX_TIED_ROWS), *_kernels(_ONNX_WIDE_ROWS))
-"""Without onnxruntime's own ops."""
+"""The kernels without onnxruntime's own ops."""
 CUDA_KERNELS = tuple(kernel for kernel in KERNELS if kernel.name not in _ON_CPU)
-"""For onnxruntime on a GPU."""
+"""The kernels for onnxruntime on a GPU."""

@@ -1,1 +1,1 @@
-"""Dense programs, and segments of paged ones, as TensorRT plans."""
+"""The code generator that builds TensorRT plans of dense programs and of segments of paged programs."""

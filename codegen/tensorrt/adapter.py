@@ -1,7 +1,8 @@
-"""TensorRT and TensorRT-RTX, which are one API in two packages: what differs between them, and their errors as ours.
+"""The adapter to TensorRT and TensorRT-RTX, one API in two packages: their differences, and their errors as inferc's.
 
-`tensorrt_rtx` builds for chips that need not be in this machine, and compiles the last step where the plan runs. `tensorrt`
-builds for the chip at hand alone. Neither torch nor numpy: what runs an artifact imports this module too.
+`tensorrt_rtx` builds for chips that need not be in this machine, and finishes the compilation where the plan runs.
+`tensorrt` builds only for the chip in this machine. This module imports neither torch nor numpy, because the code that
+runs an artifact imports it too.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ INSTALL = {
     RTX: "pip install 'inferc[tensorrt]' (with a driver for CUDA 12: tensorrt-rtx-cu12)",
     FULL: "pip install tensorrt-cu13 or tensorrt-cu12",
 }
-# Said by every build on a machine without a GPU, where it then goes on: error 35 of the CUDA runtime.
+# Every build on a machine without a GPU reports these errors of the CUDA runtime (35: no driver), and then goes on.
 WITHOUT_DRIVER = re.compile(r"cudaError (35|100)\b|CUDA initialization failure")
 LONGEST_MESSAGE = 400
 
-# Each profile: an input's name to its least, usual and largest shape.
+# The shapes of a profile: an input's name to its least, usual and largest shape.
 Shapes = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]
 
 
 @dataclass
 class Messages:
-    """What the library said through its logger, and that is told as ours: see `Library.checked`."""
+    """The messages of the library's logger; `Library.checked` raises its errors as inferc's own."""
 
     errors: list[str] = field(default_factory=list)
     num_told: int = 0
@@ -49,7 +50,10 @@ class Messages:
             log.info("%s", text)
 
     def take(self) -> str:
-        """The first error since the last call, as one line; "" where there is none. The rest is logged."""
+        """Return the first error since the last call as one line, or "" if there is none.
+
+        The other errors are logged.
+        """
         new, self.num_told = self.errors[self.num_told :], len(self.errors)
         for text in new[1:]:
             log.info("%s", text)
@@ -57,7 +61,10 @@ class Messages:
 
 
 class Library:
-    """One of the two packages. module: as it was imported, or what a test puts in its place."""
+    """One of the two TensorRT packages.
+
+    module: the imported package, or a test's substitute for it.
+    """
 
     def __init__(self, package: str, module: Any) -> None:
         self.package, self.module = package, module
@@ -70,7 +77,7 @@ class Library:
         return f"{TITLES[self.package]} {self.version}"
 
     def archs(self) -> tuple[str, ...]:
-        """The chips that it builds for without one: `sm_86`, …; none of `tensorrt`."""
+        """Return the chips that it builds for without having one: `sm_86`, …; none for `tensorrt`."""
         if self.package != RTX:
             return ()
         named = [name for name in dir(self.module.ComputeCapability) if re.fullmatch(r"SM\d+", name)]
@@ -78,11 +85,11 @@ class Library:
 
     @contextmanager
     def checked(self, doing: str, kind: type[InfercError] = UnsupportedError) -> Iterator[Checked]:
-        """What the library reports within the block becomes one error of `kind` that begins with `doing`."""
+        """Raise what the library reports within the block as one error of `kind` that begins with `doing`."""
         checked = Checked(self, doing, kind)
         try:
             yield checked
-        except (RuntimeError, TypeError, ValueError) as error:  # what its bindings raise
+        except (RuntimeError, TypeError, ValueError) as error:  # the exceptions that the library's bindings raise
             raise kind(f"{doing}: {self.messages.take() or shortened(str(error))} ({self.title})") from None
         if said := self.messages.take():
             raise kind(f"{doing}: {said} ({self.title})")
@@ -95,7 +102,7 @@ class Checked:
     kind: type[InfercError]
 
     def made(self, result: Any) -> Any:
-        """`result`, which the library gives as None or False where it could not make it."""
+        """Return `result`, or raise if it is None or False, which the library returns when it could not make it."""
         if result is None or result is False:
             said = self.library.messages.take() or "it says nothing of why"
             raise self.kind(f"{self.doing}: {said} ({self.library.title})")
@@ -103,7 +110,7 @@ class Checked:
 
 
 def _make_logger(module: Any, messages: Messages) -> Any:
-    class Logger(module.ILogger):  # type: ignore[misc]  # of the package that is there
+    class Logger(module.ILogger):  # type: ignore[misc]  # the base class depends on the package
         def __init__(self) -> None:
             module.ILogger.__init__(self)
 
@@ -114,7 +121,7 @@ def _make_logger(module: Any, messages: Messages) -> Any:
 
 
 def shortened(text: str) -> str:
-    """One line of at most LONGEST_MESSAGE characters, without where in the library it was said."""
+    """Return one line of at most LONGEST_MESSAGE characters, without the position in the library's source."""
     line = " ".join(text.split())
     line = re.sub(r"\s*In \w+ at /_src/\S+?:\d+\)?", "", line)
     return line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + "…"
@@ -124,22 +131,23 @@ def shortened(text: str) -> str:
 
 
 def find(package: str) -> Library | None:
-    """The package, if it is installed. Raises ConfigError where it is but does not load."""
+    """Return the package if it is installed; raise ConfigError if it is installed but does not load."""
     if importlib.util.find_spec(package) is None:
         return None
     try:
         return Library(package, importlib.import_module(package))
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(
-            f"{package} is installed and does not load ({shortened(str(error))}): its libraries are missing or for another"
-            f" machine; {INSTALL[package]}"
+            f"{package} is installed and does not load ({shortened(str(error))}): its libraries are missing or for"
+            f" another machine; {INSTALL[package]}"
         ) from None
 
 
 def to_build(arch: str, arch_here: str | None, device: str = "tensorrt") -> Library:
-    """The package that builds for `arch`. arch_here: of the GPU in this machine, if there is one; device: of the target.
+    """Return the package that builds for `arch`; of two, TensorRT-RTX for the chips that it knows.
 
-    Where both are installed it is TensorRT-RTX for the chips that it knows. Raises ConfigError, UnsupportedError.
+    arch_here: the chip of the GPU in this machine, if there is one; device: the target's device.
+    Raises ConfigError if none is installed, and UnsupportedError if none builds for `arch`.
     """
     if none_is_installed():
         raise ConfigError(f"target {device}:{arch} needs TensorRT, which is not installed: {INSTALL[RTX]}")
@@ -159,16 +167,17 @@ def to_build(arch: str, arch_here: str | None, device: str = "tensorrt") -> Libr
 
 
 def none_is_installed() -> bool:
-    """Whether neither package is installed."""
+    """Tell whether neither package is installed."""
     return all(importlib.util.find_spec(package) is None for package in (RTX, FULL))
 
 
 def to_run(package: str, version: str, where: str) -> Library:
-    """The package that built a plan, in its version. Raises ConfigError or ArtifactError for another or none."""
+    """Return the package that built a plan; raise ConfigError without it, ArtifactError for another version."""
     library = find(package)
     if library is None:
         raise ConfigError(
-            f"{where} was built by {TITLES[package]} {version}, which is not installed: {INSTALL[package]}; in that version"
+            f"{where} was built by {TITLES[package]} {version}, which is not installed: {INSTALL[package]};"
+            " in that version"
         )
     if library.version != version:
         raise ArtifactError(
@@ -183,7 +192,7 @@ def to_run(package: str, version: str, where: str) -> Library:
 
 @dataclass
 class Building:
-    """A network in the making, for one chip."""
+    """A TensorRT network under construction, for one chip."""
 
     library: Library
     arch: str
@@ -196,15 +205,16 @@ class Building:
         with library.checked(f"cannot build for {arch}") as checked:
             builder = checked.made(trt.Builder(library.logger))
             flags = 0
-            if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):  # else networks are, as of TensorRT 11
+            if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):  # from TensorRT 11 on all networks are
                 flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
             network = checked.made(builder.create_network(flags))
         return Building(library, arch, builder, network)
 
     def plan(self, profiles: Sequence[Shapes], *, tf32: bool) -> Any:
-        """The serialized engine, as a buffer. tf32: whether products of float32 may round their inputs to 10 bits.
+        """Build the serialized engine, and return it as a buffer.
 
-        Raises UnsupportedError, in one line, for what the library does not build.
+        tf32: whether products of float32 may round their inputs to a mantissa of 10 bits. Raises UnsupportedError, in
+        one line, for what the library does not build.
         """
         trt = self.library.module
         with self.library.checked(f"cannot build a plan for {self.arch}") as checked:
@@ -225,7 +235,7 @@ class Building:
             return checked.made(self.builder.build_serialized_network(self.network, config))
 
     def layers(self) -> list[dict[str, Any]]:
-        """The network layer by layer, as it was given to the builder: name, kind, and each result's type and shape."""
+        """Return the network's layers as given to the builder: name, kind, and each result's type and shape."""
         rows = []
         for index in range(self.network.num_layers):
             layer = self.network.get_layer(index)

@@ -1,8 +1,8 @@
-"""The dense cache and attention over it.
+"""The TensorRT layers of the dense KV cache and of attention over it.
 
-TensorRT's attention is told by a mask what each query sees, which says it whatever the kernel makes of `key_value_lengths`; those
-say how much of the cache it need not read. Its own causal masks are not used: of a cache that is longer than what is in it they
-may mean the cache's end.
+A mask tells TensorRT's attention what each query sees, which holds whatever the kernel makes of `key_value_lengths`;
+these lengths only say how much of the cache it need not read. TensorRT's own causal masks are not used: for a cache
+that is longer than its contents they may count from the end of the cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from inferc.ir.program import arguments
 
 
 def _by_sequence(net: TensorRTNetwork, value: Tensor, heads: int, head_dim: int) -> Tensor:
-    """[T, heads, head_dim] as [num_seqs, heads, num_new, head_dim]."""
+    """Turn [T, heads, head_dim] into [num_seqs, heads, num_new, head_dim]."""
     return net.transpose(net.view(value, *_per_sequence(net), heads, head_dim), 0, 2, 1, 3)
 
 
 def _per_sequence(net: TensorRTNetwork) -> tuple[Tensor, Tensor]:
-    """num_seqs and num_new, as the step runs."""
+    """Return num_seqs and num_new, which are known when the step runs."""
 
     def num_seqs() -> Tensor:
         return net.size(net.named_input("starts"), 0)
@@ -41,7 +41,7 @@ def _as_int32(net: TensorRTNetwork, name: str) -> Tensor:
 
 
 def dense_write(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """In the memory of the cache: what comes out is to be bound to what goes in."""
+    """Write the new rows into the cache's memory: the caller must bind the output to the input."""
     cache, x, _ = arguments(node)
     heads, head_dim = (int(size) for size in x.meta["val"].shape[1:])
     rows = _by_sequence(net, net.cast(net.value(x), dtype_of(cache)), heads, head_dim)
@@ -50,7 +50,7 @@ def dense_write(net: TensorRTNetwork, node: fx.Node) -> Tensor:
 
 
 def _mask(net: TensorRTNetwork, mask: str, window: int) -> Tensor:
-    """Which tokens of the cache each new one sees: bool [num_seqs, 1, num_new, capacity]."""
+    """Return which tokens of the cache each new token sees: bool [num_seqs, 1, num_new, capacity]."""
 
     def make() -> Tensor:
         num_seqs, num_new = _per_sequence(net)
@@ -73,13 +73,13 @@ def _mask(net: TensorRTNetwork, mask: str, window: int) -> Tensor:
 
 
 def _back(net: TensorRTNetwork, value: Tensor) -> Tensor:
-    """[num_seqs, heads, num_new, v_dim] as [T, heads, v_dim]."""
+    """Turn [num_seqs, heads, num_new, v_dim] into [T, heads, v_dim]."""
     heads, v_dim = int(value.shape[1]), int(value.shape[3])
     return net.view(net.transpose(value, 0, 2, 1, 3), -1, heads, v_dim)
 
 
 def dense_attention(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """By TensorRT's fused attention, which multiplies by no scale: the queries bring it."""
+    """Compute attention by TensorRT's fused layer, which applies no scale: the queries are scaled before."""
     q, k_cache, v_cache, _, _, scale, mask, window, _ = arguments(node)
     heads, head_dim = (int(size) for size in q.meta["val"].shape[1:])
     scaled = net.cast(net.times(net.wide(q), scale), dtype_of(q))
@@ -90,22 +90,29 @@ def dense_attention(net: TensorRTNetwork, node: fx.Node) -> Tensor:
     )
     trt = net.trt
     attention = net.layer(
-        *("attention_v2", queries, net.value(k_cache), net.value(v_cache)),
-        *(trt.AttentionNormalizationOp.SOFTMAX, trt.CausalMaskKind.NONE),
+        "attention_v2",
+        queries,
+        net.value(k_cache),
+        net.value(v_cache),
+        trt.AttentionNormalizationOp.SOFTMAX,
+        trt.CausalMaskKind.NONE,
     )
     attention.mask, attention.key_value_lengths = seen, seq_lens
     return _back(net, attention.get_output(0))
 
 
 def spelled_attention(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """As products and a softmax in float32: float32 models, heads that are too large, softcaps and sinks."""
+    """Compute attention as products and a softmax in float32.
+
+    This is for float32 models, heads that are too large for the fused layer, softcaps and sinks.
+    """
     q, k_cache, v_cache, _, sinks, scale, mask, window, softcap = arguments(node)
     keys, values = (net.wide(each) for each in (k_cache, v_cache))
     return _spelled(net, q, keys, values, sinks, scale, mask, window, softcap)
 
 
 def spelled_latent_attention(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """Over latents, whose first `v_dim` elements are the values."""
+    """Compute attention over latents, whose first `v_dim` elements are the values."""
     q, cache, _, scale, mask, window, softcap, v_dim = arguments(node)
     keys = net.wide(cache)
     return _spelled(net, q, keys, net.part(keys, 3, 0, v_dim), None, scale, mask, window, softcap)
@@ -122,7 +129,10 @@ def _spelled(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """The heads that share K and V are taken together, as more queries: [num_seqs, num_kv_heads, group * num_new, …]."""
+    """Compute attention as products and a softmax in float32.
+
+    The heads that share K and V are taken together, as more queries: [num_seqs, num_kv_heads, group * num_new, …].
+    """
     heads, head_dim = (int(size) for size in q.meta["val"].shape[1:])
     kv_heads, v_dim = int(keys.shape[1]), int(values.shape[3])
     num_seqs, num_new = _per_sequence(net)
@@ -144,7 +154,10 @@ def _spelled(
 
 
 def _softmax_with_sinks(net: TensorRTNetwork, scores: Tensor, sinks: fx.Node) -> Tensor:
-    """The softmax over the last axis and one more, valueless key for each head: scores [num_seqs, heads, num_new, capacity]."""
+    """Return the softmax over the last axis with one more key without a value for each head.
+
+    The scores are [num_seqs, heads, num_new, capacity].
+    """
     sink = net.view(net.wide(sinks), 1, -1, 1, 1)
     most = net.elementwise("MAX", net.reduce("MAX", scores, 3), sink)
     raised = net.unary("EXP", net.elementwise("SUB", scores, most))

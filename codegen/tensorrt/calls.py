@@ -1,7 +1,8 @@
-"""Each op of a lowered program as TensorRT layers: what `emit` of the kernel table names for the `tensorrt` backend.
+"""The functions that write each op of a lowered program as TensorRT layers, named by `emit` of the kernel table.
 
-The step's rows are tokens, `[T, …]` with T = num_seqs * num_new. Arithmetic is that of the references: norms, activations, rope
-and what is asked for in float32 are computed in float32 and rounded once; products take and give the model's dtype.
+The step's rows are tokens, `[T, …]` with T = num_seqs * num_new. The arithmetic is that of the references: norms,
+activations, rope and ops that are defined in float32 are computed in float32 and rounded once; products take and give
+the model's dtype.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def view(net: TensorRTNetwork, node: fx.Node) -> Tensor:
 
 
 def part(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """getitem"""
+    """Return the part of a node with several results that a `getitem` node selects."""
     source, index = node.args
     return net.value(source)[index]
 
@@ -90,7 +91,7 @@ def slice_(net: TensorRTNetwork, node: fx.Node) -> Tensor:
 
 
 def _linear(net: TensorRTNetwork, x: fx.Node, weight: fx.Node, bias: fx.Node | None, dtype: torch.dtype) -> Tensor:
-    """x [..., k] by weight [n, k], in `dtype`."""
+    """Multiply x [..., k] by weight [n, k], in `dtype`."""
     rows, matrix = (net.cast(net.value(each), dtype) for each in (x, weight))
     product = net.matmul(rows, matrix, transposed=True)
     return product if bias is None else net.plus(product, net.cast(net.value(bias), dtype))
@@ -107,13 +108,13 @@ def linear_wide(net: TensorRTNetwork, node: fx.Node) -> Tensor:
 
 
 def lm_head(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """In float32, which is what its logits are: TensorRT rounds a product to its operands' dtype."""
+    """Compute the logits in float32, their dtype, since TensorRT rounds a product to its operands' dtype."""
     hidden, weight, bias = arguments(node)
     return _linear(net, hidden, weight, bias, torch.float32)
 
 
 def linear_int8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """Of a weight that is multiplied by its scales before the product, each rounded to the result's dtype."""
+    """Multiply by an int8 weight that is scaled before the product, each element rounded to the result's dtype."""
     x, weight, scale, bias, residual, _ = arguments(node)
     dtype = dtype_of(node)
     product = net.matmul(net.cast(net.value(x), dtype), net.dequantized(weight, scale, dtype), transposed=True)
@@ -123,7 +124,7 @@ def linear_int8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
 
 
 def head_linear(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """[T, heads, k] by [heads, n, k]: a product of matrices for each head."""
+    """Multiply [T, heads, k] by [heads, n, k]: one matrix product for each head."""
     x, weight = arguments(node)
     heads_first = net.transpose(net.value(x), 1, 0, 2)
     return net.transpose(net.matmul(heads_first, net.value(weight), transposed=True), 1, 0, 2)
@@ -133,7 +134,7 @@ def head_linear(net: TensorRTNetwork, node: fx.Node) -> Tensor:
 
 
 def _over_root(net: TensorRTNetwork, value: Tensor, eps: float) -> Tensor:
-    """`value / sqrt(mean(value²) + eps)` over the last axis."""
+    """Compute `value / sqrt(mean(value²) + eps)` over the last axis."""
     rank = len(value.shape)
     mean = net.reduce("AVG", net.mul(value, value), rank - 1)
     root = net.unary("SQRT", net.plus(mean, net.number(eps, rank)))
@@ -170,14 +171,14 @@ def layer_norm(net: TensorRTNetwork, node: fx.Node) -> Tensor:
 
 
 def activate(net: TensorRTNetwork, value: Tensor, name: str) -> Tensor:
-    """silu, gelu or gelu_tanh."""
+    """Apply an activation to a value; `name` is silu, gelu or gelu_tanh."""
     if name == "silu":
         return net.mul(value, net.activation("SIGMOID", value))
     return net.activation("GELU_TANH" if name == "gelu_tanh" else "GELU_ERF", value)
 
 
 def _gated(net: TensorRTNetwork, gate: fx.Node, up: fx.Node, activation: str) -> Tensor:
-    """`activation(gate) * up` in float32, rounded once."""
+    """Compute `activation(gate) * up` in float32, rounded once."""
     return net.cast(net.mul(activate(net, net.wide(gate), activation), net.wide(up)), dtype_of(gate))
 
 
@@ -248,7 +249,7 @@ def rope_table(net: TensorRTNetwork, node: fx.Node) -> Tensor:
 
 
 def _cos_and_sin(net: TensorRTNetwork, table: fx.Node) -> tuple[Tensor, Tensor]:
-    """Each [T, 1, rotary_dim / 2]; made once for all layers."""
+    """Return cos and sin, each [T, 1, rotary_dim / 2]; made once for all layers."""
     half = int(table.meta["val"].shape[-1]) // 2
 
     def make(start: int) -> Callable[[], Tensor]:
@@ -258,7 +259,10 @@ def _cos_and_sin(net: TensorRTNetwork, table: fx.Node) -> tuple[Tensor, Tensor]:
 
 
 def rope(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """Spelled out: TensorRT's own layer says neither in which precision it computes, nor where it rounds."""
+    """Compute rope by elementwise layers.
+
+    TensorRT's own layer documents neither the precision in which it computes nor where it rounds.
+    """
     x, table, pairs = arguments(node)
     _, heads, head_dim = (int(size) if index else 0 for index, size in enumerate(x.meta["val"].shape))
     rotary_dim = int(table.meta["val"].shape[-1])

@@ -1,4 +1,4 @@
-"""Why TensorRT cannot compute a node as a kernel's layers do."""
+"""The conditions under which TensorRT can compute a node as a kernel's layers do."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ LARGEST_FUSED_HEAD = 256
 
 
 def experts_fit(node: fx.Node) -> str:
-    """Why experts do not fit: their weights are neither floats nor int8 with a scale for each output."""
+    """Check that experts' weights are floats, or int8 with a scale for each output."""
     special = ("x_scale", "gate_up_group_scale", "down_group_scale")
     return "" if all(argument(node, name) is None for name in special) else OTHER_CASE
 
 
 def packed_lookup(node: fx.Node) -> str:
-    """Why rows of a table in int8 do not fit: they are read four elements at a time."""
+    """Check that rows of an int8 table can be read four elements at a time."""
     return multiple("hidden_size", shape_of(node, "weight")[1], 4)
 
 
 def fp8_fits(_node: fx.Node, target: Target) -> str:
-    """Why a product in fp8 does not fit: not every chip multiplies so."""
+    """Check that the target's chip multiplies in fp8."""
     return "" if "fp8" in target.schemes else OTHER_CASE
 
 
 def fuses_attention(node: fx.Node) -> str:
-    """Why TensorRT's fused attention does not fit.
+    """Check that TensorRT's fused attention can compute the node.
 
-    It takes 16 bits, heads of at most 256 in steps of 8, keys as large as values, neither sinks nor a softcap.
+    It takes 16 bits, heads of at most 256 in steps of 8, and keys as large as values, but neither sinks nor a softcap.
     """
     head_dim, v_dim = shape_of(node, "q")[2], shape_of(node, "v_cache")[3]
     is_plain = argument(node, "sinks") is None and not argument(node, "softcap")

@@ -1,7 +1,7 @@
-"""Lowered Program over a dense KV cache → one TensorRT plan: the whole step, weights included.
+"""The generator of one TensorRT plan from a lowered Program over a dense KV cache: the whole step, with its weights.
 
-A plan is built for ranges of shapes, its profiles: `decode`, sequences of one new token each, and `prefill`, one sequence of several.
-The runtime cuts what is larger into calls that fit.
+A plan is built for ranges of shapes, its profiles: `decode` for sequences of one new token each, and `prefill` for one
+sequence of several. The runtime cuts larger steps into calls that fit.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from inferc.manifest import StoredWeight
 
 ALIASES = {"aten.slice.Tensor": calls.slice_, "aten.view": calls.view, "getitem": calls.part}
 CACHE_RANK = 4
-MAX_SEQS = 256  # of a decode call
-MAX_TOKENS = 512  # of a prefill call
-MAX_ROWS = 256  # of either: those whose logits are asked for
-USUAL_SEQS, USUAL_TOKENS = 16, 256  # that kernels are chosen for
+MAX_SEQS = 256  # sequences of a decode call
+MAX_TOKENS = 512  # tokens of a prefill call
+MAX_ROWS = 256  # rows of either call whose logits are asked for
+USUAL_SEQS, USUAL_TOKENS = 16, 256  # the sizes that TensorRT chooses its kernels for
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A range of calls, from one of everything. seqs, tokens and rows: the usual number, and the most."""
+    """A range of calls that begins at one sequence, token and row.
+
+    seqs, tokens and rows: the usual number, and the largest.
+    """
 
     name: str
     seqs: tuple[int, int]
@@ -44,7 +47,7 @@ class Profile:
     rows: tuple[int, int]
 
     def shapes(self, program: Program, capacity: int) -> Shapes:
-        """The least, usual and largest shape of every input."""
+        """Return the least, usual and largest shape of every input."""
         first_axis = {"token_ids": self.tokens, "positions": self.tokens, "logits_rows": self.rows}
 
         def shape(node: fx.Node, place: int | None) -> list[int]:
@@ -61,7 +64,7 @@ class Profile:
 
 
 def profiles_for(max_model_len: int) -> tuple[Profile, ...]:
-    """In the order in which the plan has them."""
+    """Return the profiles in the order in which the plan has them."""
     most = min(MAX_TOKENS, max_model_len)
     seqs, tokens = (USUAL_SEQS, MAX_SEQS), (min(USUAL_TOKENS, most), most)
     return (
@@ -72,7 +75,7 @@ def profiles_for(max_model_len: int) -> tuple[Profile, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A serialized engine. layers: the network that it was built from, for people."""
+    """A serialized engine, with the layers of its network for people to read."""
 
     data: Any  # a buffer
     layers: list[dict[str, Any]]
@@ -87,7 +90,7 @@ def emit(
     arch: str,
     kernels: Sequence[Kernel] = KERNELS,
 ) -> Plan:
-    """Build the plan. weights: by the program's names, where they lie in files of `folder`.
+    """Build the plan; `weights` are by the program's names, and lie in files of `folder`.
 
     Raises UnsupportedError, in one line, for what TensorRT does not build.
     """
@@ -116,7 +119,7 @@ def emit(
 def build(
     program: Program, weights: Mapping[str, Bytes], building: Building, kernels: Sequence[Kernel] = KERNELS
 ) -> TensorRTNetwork:
-    """Every node of the program as TensorRT layers."""
+    """Write every node of the program as TensorRT layers."""
     net = TensorRTNetwork(building, program, weights, program.block_size)
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -131,7 +134,7 @@ def build(
 
 
 def read_weights(weights: Mapping[str, StoredWeight], folder: Path) -> dict[str, Bytes]:
-    """The weights in mapped memory, which the builder reads them from."""
+    """Return the weights in mapped memory, which the builder reads them from."""
     maps: dict[str, mmap.mmap] = {}
     for file in {weight.file for weight in weights.values()}:
         with (folder / file).open("rb") as opened:

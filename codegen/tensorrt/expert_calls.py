@@ -1,4 +1,7 @@
-"""Mixtures of experts. TensorRT's own layer for them builds for none of the chips here, so every expert sees every token."""
+"""The TensorRT layers of mixtures of experts, where every expert sees every token.
+
+TensorRT's own layer for experts builds for none of the chips that inferc targets.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,29 @@ from inferc.ir.program import named_arguments
 
 
 def _top(net: TensorRTNetwork, value: Tensor, count: int, axis: int) -> tuple[Tensor, Tensor]:
-    """The largest of an axis, and where they are, int32."""
+    """Return the largest elements of an axis, and their indices in int32."""
     layer = net.layer("topk", value, net.trt.TopKOperation.MAX, count, 1 << axis)
     return layer.get_output(0), layer.get_output(1)
 
 
 def _is_chosen(net: TensorRTNetwork, ids: Tensor, count: int) -> Tensor:
-    """ids [T, k] among `count`: bool [T, k, count]."""
+    """Return which of `count` experts the ids [T, k] name: bool [T, k, count]."""
     every = net.constant(np.arange(count).reshape(1, 1, -1), np.int32)
     return net.elementwise("EQUAL", net.view(ids, -1, int(ids.shape[1]), 1), every)
 
 
 def _spread(net: TensorRTNetwork, ids: Tensor, values: Tensor, count: int) -> Tensor:
-    """What the chosen ones have, float32 [T, k], over all of them, and 0 elsewhere: [T, count]."""
+    """Spread the float32 values of the chosen experts [T, k] over all of them, with 0 elsewhere: [T, count]."""
     column = net.view(values, -1, int(ids.shape[1]), 1)
     placed = net.where(_is_chosen(net, ids, count), column, net.number(0.0, 3))
     return net.reduce("SUM", placed, 1, keep=False)
 
 
 def moe_routing(net: TensorRTNetwork, node: fx.Node) -> tuple[Tensor, Tensor]:
-    """(expert ids int32, weights float32), each [T, top_k]. Which of equal experts is taken is TensorRT's to say."""
+    """Return expert ids in int32 and weights in float32, each [T, top_k].
+
+    Which of equal scores is taken depends on TensorRT.
+    """
     named = named_arguments(node)
     router, score = named["router_logits"], named["score"]
     num_experts = int(router.meta["val"].shape[1])
@@ -63,7 +69,7 @@ def moe_routing(net: TensorRTNetwork, node: fx.Node) -> tuple[Tensor, Tensor]:
 def _of_best_groups(
     net: TensorRTNetwork, choice: Tensor, num_experts: int, num_groups: int, topk_groups: int, group_score: str
 ) -> Tensor:
-    """Scores [T, num_experts], those outside of the best groups -inf."""
+    """Return the scores [T, num_experts], with -inf for the experts outside of the best groups."""
     groups = net.view(choice, -1, num_groups, num_experts // num_groups)
     if group_score == "max":
         best = net.reduce("MAX", groups, 2, keep=False)
@@ -77,7 +83,7 @@ def _of_best_groups(
 
 
 def all_experts(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """Every expert on every token, weighed by 0 where it was not chosen: the work of all, which is what it costs."""
+    """Compute every expert on every token, weighted by 0 where it was not chosen; it costs the work of all."""
     named = named_arguments(node)
     x, gate_up, down = named["x"], named["gate_up"], named["down"]
     dtype = dtype_of(x)
@@ -96,7 +102,7 @@ def all_experts(net: TensorRTNetwork, node: fx.Node) -> Tensor:
     if (bias := named["down_bias"]) is not None:
         result = net.plus(result, net.view(net.value(bias), num_experts, 1, hidden_size))
     result = net.cast(result, torch.float32)
-    if named["scale_input"]:  # who was not chosen had an input of 0, and maybe a bias
+    if named["scale_input"]:  # an expert that was not chosen had an input of 0, but perhaps a bias
         result = net.where(net.elementwise("EQUAL", share, net.number(0.0, 3)), net.number(0.0, 3), result)
     else:
         result = net.mul(result, share)

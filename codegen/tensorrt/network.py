@@ -1,7 +1,7 @@
-"""A TensorRT network in the making: what all calls write into.
+"""A TensorRT network under construction, which the functions of all ops add to.
 
-The network is strongly typed: every tensor has the dtype that its layer gives it, and what another one is wanted for is cast.
-Elementwise layers want operands of one rank, so smaller ones get axes of 1 in front.
+The network is strongly typed: every tensor has the dtype that its layer gives it, and is cast where another dtype is
+needed. Elementwise layers need operands of one rank, so operands of a smaller rank get axes of 1 in front.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = {
 }
 WEIGHT_TYPES = {dtype_name(dtype): name for dtype, name in NAMES.items()}
 
-Tensor = Any  # ITensor of whichever package is there
+Tensor = Any  # the ITensor of the package that is installed
 
 
 class Bytes:
@@ -41,9 +41,9 @@ class Bytes:
 
 
 class TensorRTNetwork:
-    """Values of the program's nodes as TensorRT's tensors, and layers on them.
+    """The TensorRT tensors of the program's nodes, and methods that add layers on them.
 
-    capacity: tokens that a sequence has room for in the caches, which TensorRT wants to be one number.
+    capacity: the number of tokens that a sequence has room for in the caches, which TensorRT needs as a constant.
     """
 
     def __init__(self, building: Building, program: Program, weights: Mapping[str, Bytes], capacity: int) -> None:
@@ -53,7 +53,7 @@ class TensorRTNetwork:
         self.weights = weights
         self.values: dict[fx.Node, Any] = {}  # a tensor, or a tuple of them
         self._kept: dict[Any, Tensor] = {}
-        self._alive: list[NDArray[Any]] = []  # constants, which the network points to
+        self._alive: list[NDArray[Any]] = []  # the constants' memory, which the network points to
         self._names: set[str] = set()
         self._node: fx.Node | None = None
 
@@ -63,7 +63,7 @@ class TensorRTNetwork:
         return getattr(self.trt, NAMES[dtype])
 
     def value(self, node: Any) -> Any:
-        """Of an argument that is a node; None stays None."""
+        """Return the tensor of an argument that is a node; None stays None."""
         if node is None:
             return None
         if node.op == "get_attr" and node not in self.values:
@@ -72,7 +72,7 @@ class TensorRTNetwork:
         return self.values[node]
 
     def give(self, node: fx.Node, value: Tensor) -> None:
-        """A node whose value is made elsewhere; of a weight, every node that is the same one."""
+        """Set the tensor of a node that is made elsewhere; for a weight, of every node that reads this weight."""
         self.values[node] = value
         if node.op == "get_attr":
             self._kept["weight", str(node.target)] = value
@@ -85,18 +85,20 @@ class TensorRTNetwork:
         return self._constant(name, stored.dtype, stored.shape)
 
     def _constant(self, name: str, dtype: str, shape: tuple[int, ...], suffix: str = "") -> Tensor:
-        """A weight's bytes, taken for what `dtype` and `shape` say."""
+        """Return a constant of a weight's bytes, read as `dtype` and `shape`."""
         count = int(np.prod(shape, dtype=np.int64))
         weights = self.trt.Weights(getattr(self.trt, WEIGHT_TYPES[dtype]), self.weights[name].data.ctypes.data, count)
         return self.add("constant", shape, weights, name=name + suffix)
 
     def dequantized(self, weight: fx.Node, scale: fx.Node, dtype: torch.dtype) -> Tensor:
-        """A weight in int8, [..., n, k], times the scales of its rows, [..., n], in `dtype`. It is an input, or the plan
-        holds its integers, right in front of what dequantizes them."""
+        """Return an int8 weight [..., n, k] times the scales of its rows [..., n], in `dtype`.
+
+        The integers are an input, or a constant of the plan right in front of the layer that dequantizes them.
+        """
 
         def make() -> Tensor:
             shape = [int(size) for size in weight.meta["val"].shape]
-            # In float16 the scales of small weights would lose bits.
+            # In float16 the scales of weights with small magnitudes would lose bits.
             of_scales = torch.float32 if dtype == torch.float16 else dtype
             scales = self.view(self.cast(self.value(scale), of_scales), -1)
             layer = self.layer("dequantize", self._stored(weight), scales, self.dtype(dtype))
@@ -106,7 +108,7 @@ class TensorRTNetwork:
         return self.shared(("dequantized", str(weight.target), dtype), make)
 
     def dequantized_by(self, weight: fx.Node, unit: float, dtype: torch.dtype) -> Tensor:
-        """A weight in int8 or fp8, [n, k], times one number."""
+        """Return a weight [n, k] in int8 or fp8 times one number."""
 
         def make() -> Tensor:
             return self.add("dequantize", self._stored(weight), self.number(unit, 0), self.dtype(dtype))
@@ -114,7 +116,7 @@ class TensorRTNetwork:
         return self.shared(("dequantized by", str(weight.target), unit, dtype), make)
 
     def _stored(self, weight: fx.Node) -> Tensor:
-        """[n, k] of a weight [..., k] that is an input, or in the plan."""
+        """Return a weight [..., k] as [n, k], from an input or from a constant of the plan."""
         *outer, size = (int(each) for each in weight.meta["val"].shape)
         if self.has(weight):
             return self.value(weight) if len(outer) == 1 else self.view(self.value(weight), -1, size)
@@ -122,8 +124,10 @@ class TensorRTNetwork:
         return self.shared(("stored", name), lambda: self._constant(name, dtype, (math.prod(outer), size), ".stored"))
 
     def packed_rows(self, weight: fx.Node, ids: Tensor) -> Tensor:
-        """Rows of a table in int8, as float32: [T, k]. TensorRT looks up no int8 but may dequantize all of the table, so
-        four of them are read as an int32 and parted by arithmetic.
+        """Look up rows of an int8 table, and return them as float32 [T, k].
+
+        TensorRT has no lookup in int8 and might dequantize the whole table, so four elements are read as one int32 and
+        separated by arithmetic.
         """
         stored = self.weights[str(weight.target)]
         rows, size = stored.shape
@@ -143,7 +147,7 @@ class TensorRTNetwork:
         return self.where(is_negative, self.elementwise("SUB", unsigned, self.number(256.0, 2)), unsigned)
 
     def input(self, node: fx.Node) -> None:
-        """An input of the program: symbolic sizes may be any, but for the caches' capacity."""
+        """Add an input of the program: symbolic sizes stay free, except for the capacity of the caches."""
         value = node.meta["val"]
         shape = [size if isinstance(size, int) else -1 for size in value.shape]
         if value.dim() == 4:
@@ -154,12 +158,15 @@ class TensorRTNetwork:
         return self.values[self.program.input(name)]
 
     def output(self, value: Tensor, name: str) -> None:
-        """Make a layer's result one of the network's, in place: a copy would part a cache from the memory that it is in."""
+        """Make a layer's result an output of the network without a copy.
+
+        A copy would separate a cache from the memory that it is in.
+        """
         value.name = self.unique(name)
         self.network.mark_output(value)
 
     def unique(self, name: str) -> str:
-        """A name that no other layer or input has."""
+        """Return a name that no other layer or input has."""
         found, count = name, 1
         while found in self._names:
             found, count = f"{name}.{count}", count + 1
@@ -167,10 +174,10 @@ class TensorRTNetwork:
         return found
 
     def emit(self, node: fx.Node, call: Callable[[TensorRTNetwork, fx.Node], Any]) -> None:
-        """What the call makes of a node; its layers are named as people know the node."""
+        """Store what `call` makes of a node; the layers that it adds get names from the node."""
         self._node = node
         made = self.values[node] = call(self, node)
-        with self._checked(f"node {name_of(node)}"):  # it looks into layers only when they are asked for their shapes
+        with self._checked(f"node {name_of(node)}"):  # TensorRT checks layers only when their shapes are read
             wanted = node.meta["val"]
             if isinstance(made, tuple):
                 for value, want in zip(made, wanted, strict=True):
@@ -180,7 +187,7 @@ class TensorRTNetwork:
         self._node = None
 
     def _check(self, node: fx.Node, value: Tensor, want: torch.Tensor) -> None:
-        """That a call made what the node is."""
+        """Assert that a call made a tensor of the node's shape and dtype."""
         found = (*value.shape,)
         fits = len(found) == want.dim() and all(
             size == each for size, each in zip(found, want.shape, strict=True) if isinstance(each, int) and size != -1
@@ -192,7 +199,7 @@ class TensorRTNetwork:
     # ------------------------------------------------------------------------------------------- layers
 
     def layer(self, kind: str, *args: Any, name: str | None = None) -> Any:
-        """`add_{kind}` of the network. Raises UnsupportedError, with the node's name, where TensorRT refuses."""
+        """Call `add_{kind}` of the network; raise UnsupportedError with the node's name if TensorRT refuses."""
         where = name_of(self._node) if self._node is not None else "shared"
         with self._checked(f"node {where}, layer {kind}") as checked:
             made = checked.made(getattr(self.network, f"add_{kind}")(*args))
@@ -200,11 +207,11 @@ class TensorRTNetwork:
         return made
 
     def add(self, kind: str, *args: Any, name: str | None = None) -> Tensor:
-        """The result of a layer that has one."""
+        """Add a layer with one result, and return the result."""
         return self.layer(kind, *args, name=name).get_output(0)
 
     def shared(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
-        """A value that several calls need; the first makes it."""
+        """Return a value that several calls need; the first of them makes it."""
         if key not in self._kept:
             before, self._node = self._node, None
             self._kept[key] = make()
@@ -212,7 +219,7 @@ class TensorRTNetwork:
         return self._kept[key]
 
     def constant(self, value: Any, dtype: type[np.generic] = np.int64) -> Tensor:
-        """A number, or numbers of any shape."""
+        """Return a number, or an array of any shape, as a constant."""
         array = np.array(value, dtype, order="C")
         key = (array.dtype.str, array.shape, array.tobytes())
 
@@ -223,7 +230,7 @@ class TensorRTNetwork:
         return self.shared(key, make)
 
     def number(self, value: float, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One number that goes with tensors of `rank`."""
+        """Return one number as a constant that can be combined with tensors of `rank`."""
         if not dtype.is_floating_point:
             return self.constant(np.full((1,) * rank, value), np.int64 if dtype == torch.int64 else np.int32)
         made = self.constant(np.full((1,) * rank, value), np.float32)
@@ -234,13 +241,13 @@ class TensorRTNetwork:
         return value if value.dtype == to else self.add("cast", value, to)
 
     def wide(self, node: fx.Node) -> Tensor:
-        """A node's value in float32."""
+        """Return the node's value in float32."""
         return self.cast(self.value(node), torch.float32)
 
     # ------------------------------------------------------------------------------------------ operators
 
     def elementwise(self, kind: str, left: Tensor, right: Tensor) -> Tensor:
-        """kind: of ElementWiseOperation. Axes of 1 are spread, and the smaller rank gets such axes in front."""
+        """Add a layer of a kind of ElementWiseOperation; axes of 1 are broadcast, a smaller rank gets them in front."""
         rank = max(len(left.shape), len(right.shape))
         operation = getattr(self.trt.ElementWiseOperation, kind)
         return self.add("elementwise", self.to_rank(left, rank), self.to_rank(right, rank), operation)
@@ -252,7 +259,7 @@ class TensorRTNetwork:
         return self.elementwise("SUM", left, right)
 
     def times(self, value: Tensor, number: float) -> Tensor:
-        """A float32 tensor by a number."""
+        """Multiply a float32 tensor by a number."""
         return value if number == 1.0 else self.mul(value, self.number(number, len(value.shape)))
 
     def unary(self, kind: str, value: Tensor) -> Tensor:
@@ -266,7 +273,7 @@ class TensorRTNetwork:
         return self.add("select", *(self.to_rank(each, rank) for each in (condition, left, right)))
 
     def matmul(self, left: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor:
-        """Of the last two axes. transposed: right is [..., n, k]."""
+        """Multiply matrices in the last two axes; if `transposed`, `right` is [..., n, k]."""
         operation = self.trt.MatrixOperation
         how = operation.TRANSPOSE if transposed else operation.NONE
         rank = max(len(left.shape), len(right.shape))
@@ -298,7 +305,7 @@ class TensorRTNetwork:
         return self.view(value, *([1] * missing), *value.shape)
 
     def view(self, value: Tensor, *sizes: int | Tensor) -> Tensor:
-        """Reshaped. sizes: numbers, -1 for what is left, or an int64 [1] that says it as the step runs."""
+        """Reshape a tensor; a size is a number, -1 for what is left, or an int64 [1] known when the step runs."""
         is_static = all(isinstance(size, int) for size in sizes) and sizes.count(-1) <= 1
         shape = None if is_static else self.shape_of(sizes, value)
         layer = self.layer("shuffle", value)
@@ -309,8 +316,10 @@ class TensorRTNetwork:
         return layer.get_output(0)
 
     def shape_of(self, sizes: tuple[int | Tensor, ...], value: Tensor) -> Tensor:
-        """A shape as a tensor. sizes: as in `view`; what is -1 beside others is the size of `value`'s axis of that number
-        from the end."""
+        """Return a shape as a tensor.
+
+        sizes: as in `view`. A -1 becomes the size of the axis of `value` at the same place counted from the end.
+        """
         rank = len(value.shape)
         parts = []
         for place, size in enumerate(sizes):
@@ -321,7 +330,7 @@ class TensorRTNetwork:
         return self.concat(parts, 0)
 
     def size(self, value: Tensor, axis: int) -> Tensor:
-        """Of an axis, as the step runs: int64 [1]."""
+        """Return the size of an axis as int64 [1], known when the step runs."""
         return self.gather(self.add("shape", value), self.constant([axis], np.int32), 0)
 
     def transpose(self, value: Tensor, *order: int) -> Tensor:
@@ -330,7 +339,7 @@ class TensorRTNetwork:
         return layer.get_output(0)
 
     def part(self, value: Tensor, axis: int, start: int, end: int, step: int = 1) -> Tensor:
-        """The elements [start, end) of an axis, every step-th."""
+        """Return the elements [start, end) of an axis, in steps of `step`."""
         rank = len(value.shape)
         axis %= rank
         starts, steps, sizes = [0] * rank, [1] * rank, list(value.shape)

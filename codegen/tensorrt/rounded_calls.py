@@ -1,9 +1,8 @@
-"""Products of rows that are rounded as they are computed, each by a scale of its own.
+"""The TensorRT layers of products whose rows are quantized at run time, each row by a scale of its own.
 
-Both operands come out of `Dequantize` layers with one scale, from which TensorRT is documented to make products in int8 or fp8; that
-it does, no GPU has shown yet. The scale is a power of two,
-which rounds nothing and keeps sums within 16 bits; the scales of rows and of outputs, which it has no product for, multiply the
-sums in float32.
+Both operands come out of `Dequantize` layers with one scale. TensorRT documents that it computes such products in int8
+or fp8; no GPU has confirmed it yet. The scale is a power of two, which rounds nothing and keeps sums within 16 bits.
+TensorRT has no product with scales of rows and of outputs, so these multiply the sums in float32.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
 from inferc.ir.ops.quantize import LARGEST, LARGEST_FP8
 from inferc.ir.program import arguments, named_arguments
 
-# Of a dtype the largest number, and what a 1 counts for between the layers, so that no number is beyond 1.
+# For each dtype, its largest number, and the value of a 1 between the layers, chosen so that no number exceeds 1.
 LARGEST_AND_UNIT = {torch.int8: (float(LARGEST), 2.0**-7), torch.float8_e4m3fn: (LARGEST_FP8, 2.0**-9)}
 
 
 def quantize_rows(net: TensorRTNetwork, node: fx.Node) -> tuple[Tensor, Tensor]:
-    """A row with a NaN or an infinity gets NaN for its scale, as what a maximum makes of it is not said; so does one whose
-    magnitudes add up to more than float32 holds.
+    """Quantize each row by its largest magnitude, and return the rounded rows and their scales.
+
+    A row with a NaN or an infinity gets the scale NaN, since TensorRT does not say what a maximum makes of these; so
+    does a row whose magnitudes add up to more than float32 holds.
     """
     values, _ = node.meta["val"]
     largest, unit = LARGEST_AND_UNIT[values.dtype]
@@ -40,7 +41,10 @@ def quantize_rows(net: TensorRTNetwork, node: fx.Node) -> tuple[Tensor, Tensor]:
 
 
 def linear_w8a8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """The sums are rounded to the result's dtype once more than in the reference, before they are scaled."""
+    """Multiply quantized rows by a quantized weight.
+
+    The sums are rounded to the result's dtype before they are scaled, once more than in the reference.
+    """
     named: dict[str, Any] = named_arguments(node)
     x, weight, dtype = named["x"], named["weight"], node.meta["val"].dtype
     _, unit = LARGEST_AND_UNIT[x.meta["val"].dtype]
@@ -55,4 +59,4 @@ def linear_w8a8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
     return product if named["residual"] is None else net.plus(product, net.value(named["residual"]))
 
 
-quantize_rows_fp8, linear_fp8 = quantize_rows, linear_w8a8  # whose dtypes say what they are of
+quantize_rows_fp8, linear_fp8 = quantize_rows, linear_w8a8  # the operands' dtypes select int8 or fp8

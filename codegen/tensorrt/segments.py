@@ -1,7 +1,7 @@
-"""Segments of a paged program → TensorRT plans, one for all segments that are equal but for their weights.
+"""The generator of TensorRT plans for segments of a paged program: one plan for all that differ only in weights.
 
-A plan takes its weights as inputs, so layers share it, kernels of ours read the same copy, and the plan itself is small. What
-TensorRT would make of weights that it knows, as another layout of them, it cannot make of these.
+A plan takes its weights as inputs, so layers share it, inferc's own kernels read the same copy, and the plan itself is
+small. In return TensorRT cannot optimize for known weights, such as by another layout of them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from inferc.codegen.tensorrt.table import KERNELS
 from inferc.codegen.values import outputs
 from inferc.ir.program import Program, target_name
 
-MAX_TOKENS = 8192  # of a call
+MAX_TOKENS = 8192  # tokens of a call
 USUAL_DECODE, MAX_DECODE, USUAL_PREFILL = 16, 256, 512
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A range of calls, from one row on: the usual number of rows, and the most."""
+    """A range of calls that begins at one row: the usual number of rows, and the largest."""
 
     name: str
     usual: int
     most: int
 
     def shapes(self, segment: Segment) -> Shapes:
-        """The least, usual and largest shape of every input; those of weights do not depend on the step."""
+        """Return the least, usual and largest shape of every input; shapes of weights do not depend on the step."""
 
         def shape(node: fx.Node, rows: int) -> list[int]:
             return [size if isinstance(size, int) else rows for size in node.meta["val"].shape]
@@ -51,12 +51,15 @@ class Profile:
 
 
 PROFILES = (Profile("decode", USUAL_DECODE, MAX_DECODE), Profile("prefill", USUAL_PREFILL, MAX_TOKENS))
-"""In the order in which plans have them."""
+"""The profiles in the order in which plans have them."""
 
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """A serialized engine. calls: how often a step runs it; layers: the network that it was built from, for people."""
+    """A serialized engine.
+
+    calls: how often a step runs it; layers: the network that it was built from, for people to read.
+    """
 
     name: str
     data: Any  # a buffer
@@ -65,12 +68,12 @@ class SegmentPlan:
 
 
 def plans(program: Program, library: Library, arch: str, kernels: Sequence[Kernel] = KERNELS) -> Iterator[SegmentPlan]:
-    """Build the plans of a program one after the other.
+    """Yield the plans of a program, each built when it is asked for.
 
     Raises UnsupportedError, in one line, for what TensorRT does not build.
     """
     segments, hidden = segments_of(program), outputs(program)[0]
-    in_16_bits = hidden.meta["val"].dtype != torch.float32  # whose products lose nothing by TF32
+    in_16_bits = hidden.meta["val"].dtype != torch.float32  # products of 16-bit models lose nothing by TF32
     for segment in first_of_each(segments):
         building = Building.begin(library, arch)
         build(program, segment, building, kernels)
@@ -80,7 +83,7 @@ def plans(program: Program, library: Library, arch: str, kernels: Sequence[Kerne
 
 
 def first_of_each(segments: Sequence[Segment]) -> list[Segment]:
-    """The first segment of each engine."""
+    """Return the first segment of each engine."""
     found: dict[str, Segment] = {}
     for segment in segments:
         found.setdefault(segment.engine, segment)
@@ -90,7 +93,7 @@ def first_of_each(segments: Sequence[Segment]) -> list[Segment]:
 def build(
     program: Program, segment: Segment, building: Building, kernels: Sequence[Kernel] = KERNELS
 ) -> TensorRTNetwork:
-    """Every node of the segment as TensorRT layers, between its inputs and its outputs."""
+    """Write every node of the segment as TensorRT layers, between its inputs and its outputs."""
     net = TensorRTNetwork(building, program, {}, 0)
     for name, node in segment.inputs.items():
         value = node.meta["val"]
@@ -107,7 +110,7 @@ def build(
 
 
 def _make_view(net: TensorRTNetwork, node: fx.Node) -> None:
-    """A view that the segment reads, of a value that it has."""
+    """Add a view that the segment reads, of a value that the network has."""
     if node.op == "call_function" and node.target in VIEWS and not net.has(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -116,7 +119,7 @@ def _make_view(net: TensorRTNetwork, node: fx.Node) -> None:
 
 
 def _of_its_own(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """The node's value as a tensor that is no other's: a call may give what it was given."""
+    """Return the node's value as a tensor of its own: a call may return one of its inputs unchanged."""
     value = net.value(node)
     if value.is_network_input or value.is_network_output:
         return net.add("identity", value, name=f"{node.name}.identity")

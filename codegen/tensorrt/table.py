@@ -1,4 +1,4 @@
-"""How each op becomes TensorRT layers, best first."""
+"""The table of TensorRT kernels: how each op becomes layers, best first."""
 
 from __future__ import annotations
 

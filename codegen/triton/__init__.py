@@ -1,1 +1,1 @@
-"""The step as launches of Triton kernels on a GPU."""
+"""The package that turns a step into launches of Triton kernels on a GPU."""

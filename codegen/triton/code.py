@@ -1,4 +1,7 @@
-"""The compiled kernels of a step as files of an artifact: cubins and PTX, their launch records, their sources, their costs."""
+"""The files of a step's compiled kernels in an artifact: cubins, PTX, launch records and sources.
+
+Each cubin also gets a row of the kernel table with its costs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from inferc.codegen.triton.aot.occupancy import occupancy
 from inferc.codegen.triton.emit import CudaStep
 from inferc.manifest import json_bytes
 
-PTX_ARCH = "sm_80"  # from sm_90 on Triton's PTX is for one chip alone
+PTX_ARCH = "sm_80"  # the PTX that Triton makes for sm_90 and later runs on that one chip only
 FOLDER = "kernels"
 KERNELS_FOLDER = Path(__file__).parent / "kernels"
 
@@ -28,9 +31,9 @@ def write_code(
     *,
     with_ptx: bool = True,
 ) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Compile a step's kernels for each chip, and as PTX for those to come; `add(name, bytes)` writes a file.
+    """Compile a step's kernels for each chip, and as PTX for chips to come; `add(name, bytes)` writes a file.
 
-    Returns the folder of each chip ("ptx" is one), and a row of the kernel table for each cubin.
+    Returns the folder of each chip (PTX counts as the chip "ptx"), and a row of the kernel table for each cubin.
     """
     folders, rows = {}, []
     todo = [*archs, *((PTX,) if with_ptx else ())]
@@ -51,7 +54,7 @@ def write_code(
 
 
 def write_sources(step: CudaStep, add: Callable[[str, bytes], None]) -> None:
-    """The Triton text of the kernels, and of what they call."""
+    """Write the Triton source files of the kernels, and of the functions that they call."""
     paths = {Path(module.__file__ or "") for module in _modules(step)}
     for path in sorted(paths):
         name = path.relative_to(KERNELS_FOLDER) if KERNELS_FOLDER in path.parents else path.name
@@ -59,7 +62,7 @@ def write_sources(step: CudaStep, add: Callable[[str, bytes], None]) -> None:
 
 
 def _modules(step: CudaStep) -> list[ModuleType]:
-    """Those of the kernels, and those of this package that they import."""
+    """Return the modules of the kernels, and the modules of this package that these import."""
     found: dict[str, ModuleType] = {}
     todo = [source.function.fn.__module__ for source in step.sources.values()]
     while todo:

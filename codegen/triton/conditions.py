@@ -1,4 +1,4 @@
-"""Why a Triton kernel cannot run a node."""
+"""The reasons why a Triton kernel cannot run a node."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from inferc.targets import Target
 
 
 def common_routing_fits(node: fx.Node) -> str:
-    """Why a kernel with the scores that most models use cannot route so: the score, or how many experts there are."""
+    """Return why a kernel for the common scores cannot route a node: its score, or its number of experts."""
     return joined(routing_fits(node), is_common_score(node))
 
 
 @dataclass(frozen=True)
 class ForTriton:
-    """Why not, of a Triton kernel: `argument` is of floats, all weights are in its dtype, and `check`
-    has no reason either.
+    """A check that tells why a Triton kernel cannot run a node.
 
-    uses_cache: K and V are stored in that dtype too. mixed: weights may be in other dtypes.
+    It wants floats in `argument` and all weights in the dtype of `argument`, and then asks `check`, which may have
+    another reason. With `uses_cache`, K and V must be stored in that dtype too. With `mixed`, weights may have other
+    dtypes.
     """
 
     argument: str
@@ -49,7 +50,7 @@ class ForTriton:
         dtype = dtype_of(node, self.argument)
         if dtype not in FLOATS:
             return OTHER_CASE
-        slopes = named_arguments(node).get("alibi")  # are float32 in every model
+        slopes = named_arguments(node).get("alibi")  # float32 in every model, whatever the dtype of the rest
         for weight in (each for each in node.all_input_nodes if each.op == "get_attr" and each is not slopes):
             if not self.mixed and (found := weight.meta["val"].dtype) != dtype:
                 return f"weight {weight.target} in {found}: expected {dtype}, as {self.argument}"
@@ -58,30 +59,33 @@ class ForTriton:
 
 
 def one_row_each(node: fx.Node) -> str:
-    """A norm of whole rows, not of the heads in them."""
+    """Check that a norm is of whole rows, not of the heads in them."""
     rank = len(shape_of(node, "x"))
     return "" if rank == 2 else OTHER_CASE
 
 
 def heads_of_rows(node: fx.Node) -> str:
-    """A norm of the heads of rows."""
+    """Check that a norm is of the heads in rows."""
     rank = len(shape_of(node, "x"))
     return OTHER_CASE if rank == 2 else "" if rank == 3 else f"rank {rank}: expected rows, or heads of rows"
 
 
 def lookup_by_position(node: fx.Node) -> str:
-    """A lookup by positions, which are wider than token ids."""
+    """Check that a lookup is by positions, which are int64 where token ids are int32."""
     return plain_lookup(node) if dtype_of(node, "indices") == torch.int64 else OTHER_CASE
 
 
 def sum_is_unread(node: fx.Node) -> str:
-    """Whether nothing takes the second result, which then has no place."""
+    """Check that nothing reads the second result, the sum, which then has no place in memory."""
     read = any(target_name(user.target) == "getitem" and user.args[1] == 1 for user in node.users)
     return OTHER_CASE if read else ""
 
 
 def gated_fits(node: fx.Node) -> str:
-    """Weights as rows have them, or in int8 with a scale for each output; biases as rows have them."""
+    """Check the dtypes of a gated projection's weights and biases.
+
+    Weights have the dtype of the rows, or are int8 with a scale for each output. Biases have the dtype of the rows.
+    """
     stored, rows, bias = dtype_of(node, "weight"), dtype_of(node, "x"), dtype_of(node, "bias")
     if stored != (rows if argument(node, "scale") is None else torch.int8) or bias not in (None, rows):
         return f"gate and up in {stored}, a bias in {bias}: expected {rows}, as rows are, or weights in int8"
@@ -89,7 +93,11 @@ def gated_fits(node: fx.Node) -> str:
 
 
 def qkv_fits(node: fx.Node) -> str:
-    """Weights as rows have them, or in int8 with a scale for each output; K and V are stored as rows are."""
+    """Check the dtypes of a fused projection of q, k and v, and its head sizes.
+
+    Weights have the dtype of the rows, or are int8 with a scale for each output. K and V are stored in the dtype of the
+    rows.
+    """
     stored, rows, cache = dtype_of(node, "weight"), dtype_of(node, "x"), dtype_of(node, "kv_cache")
     if argument(node, "x_scale") is not None or stored not in (rows, torch.int8):
         return f"a projection in {stored}, of rows in {rows}: expected both alike, or int8"
@@ -97,7 +105,7 @@ def qkv_fits(node: fx.Node) -> str:
 
 
 def rope_dims_fit(node: fx.Node) -> str:
-    """An even head, of which no more than all is rotated."""
+    """Check that head_dim is even, and that no more of a head is rotated than it has."""
     dim = int(argument(node, "kv_cache").meta["val"].shape[-1])
     return (
         f"head_dim {dim}: expected an even one"
@@ -107,7 +115,10 @@ def rope_dims_fit(node: fx.Node) -> str:
 
 
 def grouped_experts_fit(node: fx.Node) -> str:
-    """Weights as rows have them, or all in int8; biases as rows have them."""
+    """Check the dtypes of the experts' weights and biases, and the number of experts.
+
+    Weights have the dtype of the rows, or are all int8. Biases have the dtype of the rows.
+    """
     rows, stored = dtype_of(node, "x"), dtype_of(node, "down")
     of_biases = {dtype_of(node, name) for name in ("gate_up_bias", "down_bias")} - {None, rows}
     if stored not in (rows, torch.int8) or dtype_of(node, "gate_up") != stored or of_biases:

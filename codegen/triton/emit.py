@@ -1,8 +1,8 @@
 """The step of a lowered program as a list of launches, and the kernels that they name.
 
-A launch is data: which kernel for how many rows, and where each of its arguments lies (`calls.Call`). Whoever runs it computes
-each address once, since a value's place does not depend on the step. What TensorRT computes between them is a call of an engine,
-which stands among the launches and is data too.
+A launch is data: which kernel runs for how many rows, and where each of its arguments lies (see `calls.Call`). Whoever
+runs it computes each address once, since a value's place does not depend on the step. Nodes that TensorRT computes
+become a call of an engine, which stands among the launches and is data too.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from inferc.codegen.triton.aot.launch import FAST, INVARIANT, SHARED
 from inferc.codegen.triton.aot.occupancy import PROGRAMS
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.aot.tuning import library_choice, tuned
-from inferc.codegen.triton.calls import Call, Choice
-from inferc.codegen.triton.sampling_calls import sampling_launches
-from inferc.codegen.triton.sampling_calls import scratch as sampling_scratch
+from inferc.codegen.triton.calls.builder import Call, Choice
+from inferc.codegen.triton.calls.sampling import sampling_launches
+from inferc.codegen.triton.calls.sampling import scratch as sampling_scratch
 from inferc.codegen.triton.table import KERNELS
 from inferc.codegen.values import Operand, Place, Values, outputs
 from inferc.errors import UnsupportedError
@@ -38,17 +38,30 @@ KV_ORDER = "block, layer, kv head, k v, token, head_dim"
 
 @dataclass(frozen=True)
 class CudaStep:
-    """What runs a program, as data.
+    """The launches, scratch memory and kernels that run a program, as data.
 
-    launches: before a step ("begin"), up to the rows that the LM head reads ("step"), of up to so many of these rows at a time
-    ("head"), from their logits to ids ("sample") or to the likelihood of given ones ("score"). A launch is {"node", "layer",
-    "rows", "only", "order", "choices": [{"kernel", "up_to"}], "arguments", "writes"}, as `calls.Call` says; or the call of an engine: {"node",
-    "layer", "rows", "engine", "num_ops", "shapes", "arguments", "writes"}, where "shapes" has those of the engine's tensors that depend on
-    the step, by name, "tokens" or "rows" in front; what the sampling kernels go by besides is
-    {"state"}, {"output"} and {"scratch"}. scratch: memory that is zero at first and belongs to launches, by name: the bytes
-    "const", "per_token" of a step, "per_seq" and "per_row" that is sampled at a time; "order": only that one needs it.
-    observable: the values that launches write, by "id". shared_prefixes: by KV group, how many sequences that share a prefix
-    have it read once, "members", and of what number of keys it is a multiple, "keys". sources: by name of the kernel.
+    `launches` has these parts:
+
+    - "begin": what runs once per step, before everything else.
+    - "step": what computes the rows that the LM head reads.
+    - "head": the LM head, for a limited number of these rows at a time.
+    - "sample": from the logits of these rows to token ids.
+    - "score": from their logits to the likelihood of given tokens.
+
+    A launch of a kernel is {"node", "layer", "rows", "only", "order", "choices": [{"kernel", "up_to"}], "arguments",
+    "writes"}, see `calls.Call`. The sampling kernels also have arguments of the forms {"state": name} and
+    {"output": name}.
+
+    A call of an engine is {"node", "layer", "rows", "engine", "num_ops", "shapes", "arguments", "writes"}. "shapes"
+    has, by name, the shapes of the engine's tensors that depend on the step, with "tokens" or "rows" as the first axis.
+
+    `scratch` is memory that belongs to launches and is zero at first, by name. Its size in bytes is the sum of "const",
+    "per_token" and "per_seq" for each token and sequence of a step, and "per_row" for each row that is sampled at a
+    time. With "order", only that order of addition needs it.
+
+    `observable` lists the values that launches write, by "id". `shared_prefixes` says for each KV group how many
+    sequences with a common prefix have it read once ("members"), and of what number of keys that prefix is a multiple
+    ("keys"). `sources` holds the kernels by name.
     """
 
     launches: dict[str, list[dict[str, Any]]]
@@ -59,7 +72,7 @@ class CudaStep:
 
     @property
     def program_json_fields(self) -> dict[str, Any]:
-        """What the runner reads of it."""
+        """The fields of program.json that the runner reads."""
         return {
             "launches": self.launches,
             "scratch": self.scratch,
@@ -70,12 +83,15 @@ class CudaStep:
 
     @property
     def for_many_rows(self) -> set[str]:
-        """The kernels of the fast order that are for any number of rows, in whose place a library may compute."""
+        """The kernels of the fast order that take any number of rows, in whose place a library may compute."""
         launches = (launch for part in self.launches.values() for launch in part)
         return {launch["choices"][-1]["kernel"] for launch in launches if launch.get("order") == FAST}
 
     def compile(self, arch: str, builders: Builders, *, assemble: bool = True) -> Iterator[tuple[str, Cubin]]:
-        """(name of the kernel, its cubin) for one chip, one after the other; `assemble`: not the PTX alone."""
+        """Yield (name of a kernel, its cubin) for each kernel, compiled for one chip.
+
+        Without `assemble`, the kernels are compiled to PTX only.
+        """
         for_many_rows = self.for_many_rows
         own = [_for_chip(name, source, arch) for name, source in self.sources.items()]
         jobs = [
@@ -83,19 +99,22 @@ class CudaStep:
             for name, source in zip(self.sources, own, strict=True)
         ]
         for (name, source), cubin in zip(self.sources.items(), builders.build(jobs), strict=True):
-            # PTX is for chips that nothing was measured on.
+            # PTX is for other chips, on which no library was measured.
             left = assemble and name in for_many_rows
             library = library_choice(_kernel(name), source, arch) if left else None
             yield name, replace(cubin, record=replace(cubin.record, library=library))
 
 
 def _kernel(name: str) -> str:
-    """Without what tells its specialisations apart."""
+    """Return a kernel's name without the digest that tells its specialisations apart."""
     return name.rpartition("-")[0]
 
 
 def _for_chip(name: str, source: Source, arch: str) -> Source:
-    """With what was measured on it, and as many programs of decode attention as it has room for."""
+    """Return the source with what was measured to be best on the chip.
+
+    Decode attention gets as many programs as the chip has room for at once.
+    """
     own = tuned(_kernel(name), source, arch)
     if "NUM_PROGRAMS" not in own.constants:
         return own
@@ -103,7 +122,7 @@ def _for_chip(name: str, source: Source, arch: str) -> Source:
 
 
 def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, ...] = KERNELS) -> CudaStep:
-    """The launches of `program`; places: where each value with storage lies, by node name.
+    """Return the launches of `program`; `places` says where each value with storage lies, by node name.
 
     Raises UnsupportedError naming the node for an op without a Triton kernel.
     """
@@ -112,7 +131,7 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
         raise UnsupportedError("a pipeline stage without the LM head: the cuda target runs one GPU")
     of_step = ancestors([hidden])
     sampled = frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in of_step)
-    # What engines compute is in no order that may be asked for.
+    # An engine's order of addition is its own: a program with engines cannot offer the invariant order.
     made = _Emission(kernels, (FAST,) if segments_of(program) else (FAST, INVARIANT))
     step = made.launches(Values(program, places), [node for node in program.graph.nodes if node in of_step])
     values = Values(program, places, sampled)
@@ -139,10 +158,10 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
 
 @dataclass
 class _Emission:
-    """Collects the sources and the values of launches as these are made."""
+    """A collector of the sources, values and scratch memory of launches while these are made."""
 
     kernels: tuple[Kernel, ...]
-    orders: tuple[str, ...]  # of addition, whose launches are made
+    orders: tuple[str, ...]  # the orders of addition for which launches are made
     sources: dict[str, Source] = field(default_factory=dict)
     observable: list[dict[str, Any]] = field(default_factory=list)
     scratch: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -151,7 +170,7 @@ class _Emission:
     numbers: dict[fx.Node, int] = field(default_factory=dict)
 
     def launches(self, values: Values, nodes: Sequence[fx.Node]) -> list[dict[str, Any]]:
-        """Of nodes, each of which makes a call or several; those of a segment make one."""
+        """Return the launches of nodes: one or several for each node, and one for all nodes of a segment."""
         made = []
         segments = {segment.nodes[0]: segment for segment in segments_of(values.program)}
         for node in nodes:
@@ -210,7 +229,7 @@ class _Emission:
         }
 
     def _observed(self, node: fx.Node, at: Operand) -> dict[str, Any]:
-        """Where a value lies, and its number among the observable ones."""
+        """Return where a value lies, and its number among the observable ones."""
         value = node.meta["val"]
         if node not in self.numbers:
             self.numbers[node] = len(self.numbers)
@@ -228,7 +247,7 @@ class _Emission:
 
 
 def _in_a_row(node: fx.Node, values: Values) -> dict[str, Any]:
-    """Where a tensor of an engine lies."""
+    """Return where a tensor of an engine lies, whose rows must follow one another without a gap."""
     if node.op == "get_attr":
         return {"weight": str(node.target)}
     if node.op == "placeholder":
@@ -239,6 +258,6 @@ def _in_a_row(node: fx.Node, values: Values) -> dict[str, Any]:
 
 
 def kernel_name(kernel: str, source: Source) -> str:
-    """Of the kernel as it is specialised: the same for the same choices."""
+    """Return the name of a specialised kernel, which is the same for the same choices."""
     facts = [source.signature, source.constants, source.grid, source.num_warps, source.num_stages, source.aligned]
     return f"{kernel}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:DIGEST_LENGTH]}"

@@ -1,8 +1,8 @@
-"""Which Triton kernel runs which op on a GPU, best first."""
+"""The table that says which Triton kernel runs which op on a GPU, best first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -11,94 +11,97 @@ from inferc.codegen.kernel import Fits, Kernel
 from inferc.codegen.triton import conditions
 from inferc.targets import Target
 
-_BIASES = ("gate_up_bias", "down_bias")
-_SCALES = ("gate_up_scale", "down_scale")
-# op, name of the kernel and of its call, argument whose dtype decides, weights, condition
-_TRITON_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
-    ("aten.embedding", "embedding", "weight", ("weight",), shared.plain_lookup),
-    ("aten.index_select", "index_select", "self", (), shared.first_axis),
-    ("inferc.rms_norm", "rms_norm_", "x", ("weight",), conditions.one_row_each),
-    ("inferc.rms_norm_add", "rms_norm_add", "x", ("weight",), conditions.one_row_each),
-    ("inferc.silu_mul", "silu_mul_", "gate", (), None),
-    ("inferc.rope_table", "rope_table", "inv_freq", ("inv_freq",), None),
-)
-_TRITON_CACHE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node], str] | None], ...] = (
-    ("inferc.rope_kv_write", "rope_kv_write", "q", (), shared.rope_fits),
-    ("inferc.norm_rope_kv_write", "norm_rope_kv_write", "q", ("q_weight", "k_weight"), shared.rope_fits),
-    ("inferc.paged_attention", "paged_attention_", "q", ("sinks", "alibi"), shared.heads_fit),
-)
-# Besides a dense Llama's: the same, with where the call is made, and whether weights have dtypes of their own.
-_TRITON_MORE_ROWS: tuple[tuple[str, str, str, tuple[str, ...], Callable[[fx.Node], str] | None, bool], ...] = (
-    (
-        *("aten.embedding", "more_calls:embedding_by_position", "weight", ("weight",)),
-        *(conditions.lookup_by_position, False),
+_QKV = ("weight", "scale", "bias", "q_weight", "k_weight")
+_EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
+
+
+def _kernel(op: str, call: str, why_not: Callable[[fx.Node, Target], str], weights: Sequence[str] = ()) -> Kernel:
+    """Return a kernel that is named as its call is: "module:function" of codegen/triton/calls/."""
+    name = f"triton.{call.partition(':')[2].rstrip('_')}"
+    return Kernel("triton", op, name, why_not, f"inferc.codegen.triton.calls.{call}", dict.fromkeys(weights, None))
+
+
+def _row(
+    op: str,
+    call: str,
+    deciding: str,
+    check: Callable[[fx.Node], str] | None = None,
+    weights: Sequence[str] = (),
+    *,
+    mixed: bool = False,
+    uses_cache: bool = False,
+) -> Kernel:
+    """Return a kernel that runs nodes whose argument `deciding` is of a dtype of the GPU's and which `check` lets pass.
+
+    mixed: its weights may have dtypes of their own. uses_cache: it reads or writes the KV cache.
+    """
+    return _kernel(op, call, conditions.ForTriton(deciding, check, uses_cache=uses_cache, mixed=mixed), weights)
+
+
+KERNELS = (
+    _row("aten.embedding", "elementwise:embedding_by_position", "weight", conditions.lookup_by_position, ["weight"]),
+    _row("aten.linear", "matmul:linear_", "input", None, ["weight", "bias"]),
+    _row("inferc.linear_wide", "matmul:linear_wide", "x", None, ["weight"]),
+    _row("inferc.linear_add", "matmul:linear_add", "x", None, ["weight", "bias"]),
+    _row("inferc.lm_head", "matmul:lm_head", "hidden", None, ["weight", "bias"]),
+    _row(
+        "inferc.linear_silu_mul",
+        "matmul:linear_silu_mul_",
+        "x",
+        conditions.gated_fits,
+        ["weight", "scale", "bias"],
+        mixed=True,
     ),
-    ("aten.linear", "product_calls:linear_", "input", ("weight", "bias"), None, False),
-    ("inferc.linear_wide", "product_calls:linear_wide", "x", ("weight",), None, False),
-    ("inferc.linear_add", "product_calls:linear_add", "x", ("weight", "bias"), None, False),
-    ("inferc.lm_head", "product_calls:lm_head", "hidden", ("weight", "bias"), None, False),
-    (
-        *("inferc.linear_silu_mul", "product_calls:linear_silu_mul_", "x", ("weight", "scale", "bias")),
-        *(conditions.gated_fits, True),
+    _row("inferc.linear_int8", "matmul:linear_int8", "x", None, ["weight", "scale", "bias"], mixed=True),
+    _row(
+        "inferc.qkv_rope_kv_write",
+        "matmul:qkv_rope_kv_write_",
+        "x",
+        conditions.qkv_fits,
+        _QKV,
+        mixed=True,
     ),
-    ("inferc.linear_int8", "product_calls:linear_int8", "x", ("weight", "scale", "bias"), None, True),
-    (
-        *("inferc.qkv_rope_kv_write", "product_calls:qkv_rope_kv_write_", "x"),
-        *(("weight", "scale", "bias", "q_weight", "k_weight"), conditions.qkv_fits, True),
-    ),
-    ("aten.add.Tensor", "more_calls:add", "self", (), shared.same_shapes, False),
-    ("aten.mul.Tensor", "more_calls:mul", "self", (), shared.same_shapes, False),
-    ("inferc.gelu_mul", "more_calls:gelu_mul", "gate", (), None, False),
-    ("inferc.layer_norm", "more_calls:layer_norm_", "x", ("weight", "bias"), None, False),
-    ("inferc.rms_norm", "more_calls:rms_norm_heads", "x", ("weight",), conditions.heads_of_rows, False),
-    ("inferc.rms_norm_add", "more_calls:rms_norm_of_sum", "x", ("weight",), conditions.sum_is_unread, False),
-    ("inferc.rope", "more_calls:rope", "x", (), shared.rope_fits, False),
-    ("inferc.resize_heads", "more_calls:resize_heads", "x", (), None, False),
-    ("inferc.embedding_int8", "more_calls:embedding_int8_", "scale", ("weight", "scale"), None, True),
-    (
+    _row("aten.add.Tensor", "elementwise:add", "self", shared.same_shapes),
+    _row("aten.mul.Tensor", "elementwise:mul", "self", shared.same_shapes),
+    _row("inferc.gelu_mul", "elementwise:gelu_mul", "gate"),
+    _row("inferc.layer_norm", "norms:layer_norm_", "x", None, ["weight", "bias"]),
+    _row("inferc.rms_norm", "norms:rms_norm_heads", "x", conditions.heads_of_rows, ["weight"]),
+    _row("inferc.rms_norm_add", "norms:rms_norm_of_sum", "x", conditions.sum_is_unread, ["weight"]),
+    _row("inferc.rope", "attention:rope_", "x", shared.rope_fits),
+    _row("inferc.resize_heads", "elementwise:resize_heads", "x"),
+    _row("inferc.embedding_int8", "elementwise:embedding_int8_", "scale", None, ["weight", "scale"], mixed=True),
+    _row(
         "inferc.moe_routing",
-        "expert_calls:moe_routing",
+        "moe:moe_routing",
         "router_logits",
-        ("bias",),
         conditions.common_routing_fits,
-        True,
+        ["bias"],
+        mixed=True,
     ),
-    (
-        *("inferc.moe_experts", "expert_calls:moe_experts", "x", ("gate_up", "down", *_BIASES, *_SCALES)),
-        *(conditions.grouped_experts_fit, True),
+    _row("inferc.moe_experts", "moe:moe_experts", "x", conditions.grouped_experts_fit, _EXPERTS, mixed=True),
+    _kernel("inferc.kv_write", "attention:kv_write_", conditions.ForTriton("k", uses_cache=True)),
+    _kernel("inferc.pointwise", "elementwise:pointwise_", Fits(conditions.pointwise_fits)),
+    _row("aten.embedding", "elementwise:embedding", "weight", shared.plain_lookup, ["weight"]),
+    _row("aten.index_select", "elementwise:index_select", "self", shared.first_axis),
+    _row("inferc.rms_norm", "norms:rms_norm_", "x", conditions.one_row_each, ["weight"]),
+    _row("inferc.rms_norm_add", "norms:rms_norm_add", "x", conditions.one_row_each, ["weight"]),
+    _row("inferc.silu_mul", "elementwise:silu_mul_", "gate"),
+    _row("inferc.rope_table", "attention:rope_table", "inv_freq", None, ["inv_freq"]),
+    _row("inferc.rope_kv_write", "attention:rope_kv_write", "q", shared.rope_fits, uses_cache=True),
+    _row(
+        "inferc.norm_rope_kv_write",
+        "attention:norm_rope_kv_write",
+        "q",
+        shared.rope_fits,
+        ["q_weight", "k_weight"],
+        uses_cache=True,
+    ),
+    _row(
+        "inferc.paged_attention",
+        "attention:paged_attention_",
+        "q",
+        shared.heads_fit,
+        ["sinks", "alibi"],
+        uses_cache=True,
     ),
 )
-
-
-def _more_triton_kernels() -> tuple[Kernel, ...]:
-    def kernel(op: str, call: str, why_not: Callable[[fx.Node, Target], str], *weights: str) -> Kernel:
-        name = f"triton.{call.partition(':')[2].rstrip('_')}"
-        return Kernel("triton", op, name, why_not, f"inferc.codegen.triton.{call}", dict.fromkeys(weights, None))
-
-    writes = conditions.ForTriton("k", uses_cache=True)
-    return (
-        *(
-            kernel(op, call, conditions.ForTriton(deciding, check, mixed=mixed), *weights)
-            for op, call, deciding, weights, check, mixed in _TRITON_MORE_ROWS
-        ),
-        kernel("inferc.kv_write", "more_calls:kv_write_", writes),
-        kernel("inferc.pointwise", "more_calls:pointwise_", Fits(conditions.pointwise_fits)),
-    )
-
-
-def _triton_kernels() -> tuple[Kernel, ...]:
-    return tuple(
-        Kernel(
-            "triton",
-            op,
-            f"triton.{op.partition('.')[2]}",
-            conditions.ForTriton(deciding, check, uses_cache=rows is _TRITON_CACHE_ROWS),
-            f"inferc.codegen.triton.calls:{call}",
-            dict.fromkeys(weights, None),
-        )
-        for rows in (_TRITON_ROWS, _TRITON_CACHE_ROWS)
-        for op, call, deciding, weights, check in rows
-    )
-
-
-KERNELS = (*_more_triton_kernels(), *_triton_kernels())

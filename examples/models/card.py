@@ -13,7 +13,7 @@ from recipes import RECIPES, TOKENS_PER_STEP
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 EVAL_WINDOW = 1024
-PREFIX_CHARS = 6000  # of eval.txt, for the perplexity that tests recompute in a second
+PREFIX_CHARS = 6000  # length of the part of eval.txt whose perplexity tests recompute in a second
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -27,11 +27,11 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, ids: list[int], tokenizer: PreTrainedTokenizerFast) -> float:
-    """exp of the mean negative log-likelihood of `ids`, each predicted exactly once.
+    """Return the perplexity of `ids`: exp of the mean negative log-likelihood, each id predicted exactly once.
 
-    The ids, without special tokens, are cut into windows of EVAL_WINDOW that do not overlap (the
-    last may be shorter). A window's input is BOS and all but its last token, so nothing carries
-    over from one window to the next and no token goes unpredicted. Softmax is in float32.
+    The ids, without special tokens, are cut into windows of EVAL_WINDOW that do not overlap (the last may be shorter).
+    The input of a window is BOS and all but its last token, so nothing carries over from one window to the next and no
+    token goes unpredicted. Softmax is in float32.
     """
     total = 0.0
     for start in range(0, len(ids), EVAL_WINDOW):
@@ -42,7 +42,7 @@ def perplexity(model: PreTrainedModel, ids: list[int], tokenizer: PreTrainedToke
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Perplexities of the saved weights, computed in float32 and in bfloat16, and the files' sizes."""
+    """Measure the perplexity of the saved weights in float32 and in bfloat16, and the sizes of the files."""
     text = (folder.parent / "eval.txt").read_text(encoding="utf-8")
     tokenizer = cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(folder))
     ids = encode_plain(tokenizer, text)
@@ -64,7 +64,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_draft(draft: Path, target: Path) -> dict[str, float]:
-    """How well a draft model guesses its target on eval.txt, in float32, over the same windows as the perplexity.
+    """Measure how well a draft model guesses its target on eval.txt, in float32, over the windows of `perplexity`.
 
     top1: share of positions with the same most likely token. acceptance: the mean of sum(min(p, q)), the chance that
     speculative sampling keeps a drafted token. Source: Leviathan et al. 2023, arXiv:2211.17192, section 3.
@@ -84,7 +84,7 @@ def measure_draft(draft: Path, target: Path) -> dict[str, float]:
 
 
 def write_samples(folder: Path) -> list[tuple[str, str]]:
-    """(prompt, continuation) pairs: two of code, sampled, and two of chat, greedy."""
+    """Generate (prompt, continuation) pairs: two of code, sampled, and two of chat, greedy."""
     tokenizer = cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(folder))
     model: Any = load_model(folder, torch.float32)
     torch.manual_seed(0)
@@ -129,15 +129,17 @@ def plot_losses(record: dict[str, Any], path: Path) -> None:
 
 
 def write_card(folder: Path, record: dict[str, Any]) -> None:
-    """README.md, card.json and loss.png of a model folder, which is named like its recipe."""
+    """Write README.md, card.json and loss.png of a model folder, which is named like its recipe."""
     name, recipe = folder.name, RECIPES[folder.name]
     record = record | measure(folder)
     draft = ""
     if recipe.target is not None:
         record |= measure_draft(folder, folder.parent / recipe.target)
         draft = f"""
-On the same windows its most likely token is {recipe.target}'s at {record["draft_top1"]:.1%} of the positions, and speculative
-sampling would keep a drafted token with probability {record["draft_acceptance"]:.2f} (the mean of sum(min(p, q)) at temperature 1).
+On the same windows its most likely token is {recipe.target}'s at {record["draft_top1"]:.1%} of the positions, \
+and speculative
+sampling would keep a drafted token with probability {record["draft_acceptance"]:.2f} \
+(the mean of sum(min(p, q)) at temperature 1).
 """
     (folder / "card.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     plot_losses(record, folder / "loss.png")
@@ -166,7 +168,8 @@ exactly once; perplexity is exp of the mean negative log-likelihood in nats.
 ## Training
 
 - **Data**: the standard library of Python {record["python"]} ({record["corpus_files"]} files without tests and tables,
-  {record["corpus_tokens"]:,} tokens), with the language reference from `pydoc_data`; {record["chat_share"]:.0%} of the tokens
+  {record["corpus_tokens"]:,} tokens), with the language reference from `pydoc_data`; \
+{record["chat_share"]:.0%} of the tokens
   are conversations made from its docstrings.
 - **Held out** for `eval.txt`: {", ".join(f"`{f}`" for f in HELD_OUT)}.
 - **Command**: `{record["command"]}` after `python examples/models/train.py prepare`

@@ -1,4 +1,4 @@
-"""What the shipped models learn from: the text of this Python's standard library, and its tokenizer."""
+"""The training corpus of the shipped models, from the text of this Python's standard library, and its tokenizer."""
 
 import ast
 import inspect
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = """\
     {{- '<|assistant|>\\n' }}
 {%- endif %}
 """
-# Words keep their leading space, digits come in threes, newlines end a piece: Llama 3's split.
+# The pre-tokenizer split of Llama 3: words keep their leading space, digits come in threes, newlines end a piece.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,7 +53,7 @@ class Corpus:
 
 
 def stdlib_files() -> Iterator[tuple[str, Path]]:
-    """Relative name and path of every source file used, sorted by name."""
+    """Yield the relative name and the path of every source file used, sorted by name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     for name, path in sorted(files.items()):
@@ -86,7 +86,7 @@ def read_corpus(seed: int) -> Corpus:
 
 
 def topics(source: str) -> list[str]:
-    """The language reference's sections: the values of the dictionary in pydoc_data/topics.py."""
+    """Return the sections of the language reference: the values of the dictionary in pydoc_data/topics.py."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             return [text for text in ast.literal_eval(node.value).values() if len(text) > 200]
@@ -94,7 +94,7 @@ def topics(source: str) -> list[str]:
 
 
 def conversations_about(module: str, source: str, rng: random.Random) -> Iterator[list[dict[str, str]]]:
-    """One short conversation for each public, documented module, class and function."""
+    """Yield one short conversation for each public, documented module, class and function."""
     tree = ast.parse(source)
     summary = first_paragraph(tree)
     if summary:
@@ -124,7 +124,7 @@ def conversations_about(module: str, source: str, rng: random.Random) -> Iterato
 
 
 def first_paragraph(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
-    """The first paragraph of a docstring on one line; empty if missing or of no use as an answer."""
+    """Return the first paragraph of a docstring on one line; empty if missing or of no use as an answer."""
     docstring = inspect.cleandoc(ast.get_docstring(node) or "")
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     return paragraph if 20 <= len(paragraph) <= 600 else ""
@@ -171,7 +171,7 @@ def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
 
 
 def encode_corpus(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> tuple[list[np.ndarray], float]:
-    """One array of ids a document or conversation, and the share of tokens in conversations."""
+    """Return one array of ids per document or conversation, and the share of tokens in conversations."""
     backend = tokenizer.backend_tokenizer
     bos, eos = cast(int, tokenizer.bos_token_id), cast(int, tokenizer.eos_token_id)
     texts = [[bos, *e.ids, eos] for e in backend.encode_batch(corpus.documents, add_special_tokens=False)]

@@ -1,4 +1,4 @@
-"""How each shipped model is built, and for how long it is trained."""
+"""The recipes of the shipped models: their configurations, and how long each is trained."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ TOKENS_PER_STEP = 4096
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model is built and trained.
+    """The recipe that builds and trains one model.
 
-    phases   (sequence length, steps), run in order; every step sees TOKENS_PER_STEP tokens
+    phases: pairs (sequence length, steps), run in order; every step sees TOKENS_PER_STEP tokens.
     """
 
     config: Callable[[], PreTrainedConfig]
@@ -22,7 +22,7 @@ class Recipe:
     learning_rate: float
     summary: str
     expect: str
-    target: str | None = None  # the model that this one drafts for
+    target: str | None = None  # the model that this one drafts for in speculative decoding
 
     @property
     def num_steps(self) -> int:

@@ -41,10 +41,10 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.utils import logging as transformers_logging
 
 HERE = Path(__file__).resolve().parent
-COMPILED_ATTENTION_MAX_LEN = 1024  # above, the score matrix costs more than the flash kernel
+COMPILED_ATTENTION_MAX_LEN = 1024  # for longer sequences the score matrix costs more than the flash kernel
 
 console = Console()
-# \b keeps the help from joining the lines of commands.
+# The mark \b keeps the help formatter from joining the lines of commands.
 HELP = (__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
 app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -57,10 +57,10 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def batches(documents: list[np.ndarray], phases: tuple[tuple[int, int], ...], seed: int) -> Iterator[torch.Tensor]:
-    """Packed ids, [TOKENS_PER_STEP / seq_len, seq_len + 1] a step.
+    """Yield packed ids of shape [TOKENS_PER_STEP / seq_len, seq_len + 1] for each step.
 
-    Each epoch puts the documents end to end in a new order, cuts rows of one sequence length, and
-    shuffles the rows: without that, a step would see little more than one document.
+    Each epoch puts the documents end to end in a new order, cuts rows of one sequence length, and shuffles the rows.
+    Without shuffling, a step would see little more than one document.
     """
     rng = np.random.default_rng(seed)
     for seq_len, steps in phases:
@@ -77,7 +77,7 @@ def batches(documents: list[np.ndarray], phases: tuple[tuple[int, int], ...], se
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc not to return freed activations to the system: a third of a step was page faults."""
+    """Ask glibc not to return freed activations to the system; otherwise page faults take a third of a step."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         mmap_threshold, trim_threshold = -3, -1
@@ -86,7 +86,7 @@ def keep_freed_memory() -> None:
 
 
 def learning_rate_at(step: int, recipe: Recipe) -> float:
-    """Linear warm-up over 100 steps, then a cosine down to a fiftieth."""
+    """Return the learning rate: a linear warm-up over 100 steps, then a cosine down to a fiftieth."""
     if step < 100:
         return recipe.learning_rate * (step + 1) / 100
     progress = (step - 100) / max(1, recipe.num_steps - 100)
@@ -94,7 +94,7 @@ def learning_rate_at(step: int, recipe: Recipe) -> float:
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """The nearest matrix with singular values near 1, of each [..., m, n], by five Newton-Schulz steps."""
+    """Return the nearest matrix with singular values near 1 to each [..., m, n], by five Newton-Schulz steps."""
     x: torch.Tensor = matrix.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -107,7 +107,7 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised Nesterov momentum for the matrices between embedding and logits.
+    """An optimizer with orthogonalised Nesterov momentum for the matrices between embedding and logits.
 
     tiny-llama reaches a held-out loss in about half of the tokens that AdamW alone needs.
     Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon; the step's scale, which lets it share
@@ -136,10 +136,10 @@ def make_optimizers(model: PreTrainedModel) -> tuple[torch.optim.Optimizer, ...]
 
 
 def all_experts(self: Any, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-    """Every expert on every token, weighted 0 where the router did not choose it.
+    """Run every expert on every token, weighted 0 where the router did not choose it.
 
-    The same function as the sparse one. It does four times the work in two large matrix products,
-    which on a CPU and at this size are faster than the sparse one's small pieces.
+    The result is that of the sparse function. It does four times the work in two large matrix products, which on a CPU
+    and at this size are faster than the small products of the sparse function.
     """
     num_tokens, num_experts = len(hidden), len(self.gate_up_proj)
     weights = topk_weights.new_zeros(num_tokens, num_experts).scatter(1, topk_ids, topk_weights)
@@ -149,7 +149,7 @@ def all_experts(self: Any, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_we
 
 
 def make_loss(model: PreTrainedModel, compiled: bool) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """ids -> (the loss to minimise, its cross-entropy part in nats per token)."""
+    """Return a function of ids that computes the loss to minimise and its cross-entropy part in nats per token."""
     is_moe = hasattr(model.config, "num_experts")
 
     def loss(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +166,7 @@ def make_loss(model: PreTrainedModel, compiled: bool) -> Callable[[torch.Tensor]
 def train_model(
     name: str, seed: int, compiled: bool, save_every: int, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Run the recipe; returns the model in float32 and the record that goes into card.json."""
+    """Train a model by its recipe; return it in float32 with the record that goes into card.json."""
     recipe = RECIPES[name]
     corpus = read_corpus(seed)
     documents, chat_share = encode_corpus(corpus, tokenizer)
@@ -224,7 +224,7 @@ def train_model(
 
 
 def save_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write weights in bfloat16, configs and tokenizer; a reader never sees half of a folder's file."""
+    """Write weights in bfloat16, configs and tokenizer; a reader never sees a half-written file."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     copy: Any = type(model)(model.config)

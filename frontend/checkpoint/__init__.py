@@ -1,1 +1,1 @@
-"""A Hugging Face folder: its config, its tensors, and what cannot be read."""
+"""The reading of a Hugging Face folder: its config, its tensors, and messages about what cannot be read."""

@@ -1,4 +1,4 @@
-"""Which checkpoint tensors make which parameter of the model, as lazy weight expressions.
+"""The binding of checkpoint tensors to a model's parameters, as lazy weight expressions.
 
 transformers describes how checkpoints differ from its modules (renamed tensors, one tensor per expert where the module
 has one for all) as a list of conversions, which it runs on data. The same list is read here and applied to expressions.
@@ -32,7 +32,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass
 class Binding:
-    """Expressions by parameter name (in the checkpoint's dtype), and the tensors left over."""
+    """The expressions of a model's parameters by name, in the checkpoint's dtype, and the tensors left over."""
 
     weights: dict[str, Weight] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)  # checkpoint tensors that the model class declares ignorable
@@ -69,7 +69,7 @@ def _source(name: str, spec: TensorSpec) -> Weight:
 
 
 def _convert(model: Any, tensors: dict[str, TensorSpec], specs: dict[str, Any]) -> tuple[Binding, list[str]]:
-    """Apply transformers' conversions to the checkpoint's names; returns the binding and the names without a use."""
+    """Apply transformers' conversions to the checkpoint's names, and return the binding and the names without a use."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -108,9 +108,9 @@ def _convert(model: Any, tensors: dict[str, TensorSpec], specs: dict[str, Any]) 
 
 
 def _unpacked(tensors: dict[str, TensorSpec]) -> dict[str, Weight]:
-    """Experts in MXFP4 (gpt-oss): their numbers, as transformers' modules hold them, by the name without `_blocks`.
+    """Return the values of experts in MXFP4 (gpt-oss), by the tensors' names without `_blocks`.
 
-    Stored rows are outputs, [num_experts, out, in / 32, 16]; the modules have [num_experts, in, out].
+    Stored rows are outputs, [num_experts, out, in / 32, 16]; transformers' modules have [num_experts, in, out].
     """
     found = {}
     for name in tensors:
@@ -128,7 +128,7 @@ def _unpacked(tensors: dict[str, TensorSpec]) -> dict[str, Weight]:
 
 
 def _apply(model: Any, target: str, group: _Group) -> dict[str, Weight]:
-    """Run a conversion's operations on expressions; returns full parameter names and their expressions."""
+    """Run a conversion's operations on expressions, and return the parameters' full names and their expressions."""
     values: dict[str, list[Weight]] = dict(group.sources)
     sources, targets = list(group.converter.source_patterns), list(group.converter.target_patterns)
     for operation in group.converter.operations:
@@ -141,7 +141,10 @@ def _apply(model: Any, target: str, group: _Group) -> dict[str, Weight]:
 def _operation(
     model: Any, target: str, operation: Any, values: dict[str, list[Weight]], sources: list[str], targets: list[str]
 ) -> dict[str, list[Weight]]:
-    """One conversion of transformers.core_model_loading, by the class's name; patterns name values as they do there."""
+    """Apply one operation of transformers.core_model_loading, selected by its class's name.
+
+    Patterns name the values as they do there.
+    """
     kind = type(operation).__name__
     first = next(iter(values.values()))[0]
     try:
@@ -235,8 +238,8 @@ def _refuse_packed(checkpoint: Checkpoint, specs: dict[str, Any]) -> None:
     if kind == "LoRA":
         raise UnsupportedError(f"{checkpoint.name}: {name}: {unreadable.ADAPTER}")
     raise UnsupportedError(
-        f"{checkpoint.name}: {name}: {unreadable.a(kind)} checkpoint, whose packed weights are not read yet; use the original,"
-        " unquantized model"
+        f"{checkpoint.name}: {name}: {unreadable.a(kind)} checkpoint, whose packed weights are not read yet; use the"
+        " original, unquantized model"
     )
 
 
@@ -257,8 +260,8 @@ def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str
         raise ArtifactError(
             f"{where}: {head}"
             if head
-            else f"{where}: no tensor for {missing[0]}{_more(missing)}; the checkpoint is incomplete or of another model than"
-            f" config.json ({kind}): is a file of it missing, or is config.json another's?"
+            else f"{where}: no tensor for {missing[0]}{_more(missing)}; the checkpoint is incomplete or of another"
+            f" model than config.json ({kind}): is a file of it missing, or is config.json another's?"
         )
     _check_dtypes(specs, binding, where)
     for name, weight in binding.weights.items():
@@ -290,7 +293,10 @@ def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str
 
 
 def _check_dtypes(specs: dict[str, Any], binding: Binding, where: str) -> None:
-    """A floating parameter from integers or 8-bit floats is quantized: without its scales the numbers are wrong."""
+    """Raise UnsupportedError if a floating parameter is bound to integers or 8-bit floats.
+
+    Such a tensor is quantized, and without its scales its values are wrong.
+    """
     for name, weight in binding.weights.items():
         if name not in specs or not specs[name].is_floating_point():
             continue
@@ -298,13 +304,13 @@ def _check_dtypes(specs: dict[str, Any], binding: Binding, where: str) -> None:
             if leaf.dtype not in FLOATS:
                 raise UnsupportedError(
                     f"{where}: tensor {leaf.name} is stored as {dtype_name(leaf.dtype)} and the model expects"
-                    f" {dtype_name(specs[name].dtype)}: it looks quantized, and its scales are missing; use the original,"
-                    " unquantized model"
+                    f" {dtype_name(specs[name].dtype)}: it looks quantized, and its scales are missing; use the"
+                    " original, unquantized model"
                 )
 
 
 def _floats_from(weight: Weight) -> Iterator[Weight]:
-    """The leaves that are taken for numbers as they are stored."""
+    """Yield the leaves of an expression whose stored values are used as they are."""
     if weight.op == "mxfp4":
         return
     if not weight.args:
@@ -314,7 +320,7 @@ def _floats_from(weight: Weight) -> Iterator[Weight]:
 
 
 def _old_buffers(model: Any) -> list[str]:
-    """Buffers that old checkpoints stored and modules now compute."""
+    """Return patterns of buffers that old checkpoints stored and that modules now compute."""
     buffers = [name for name, _ in model.named_buffers()]
     patterns = [r"rotary_emb\.inv_freq"] if any(name.endswith("inv_freq") for name in buffers) else []
     return patterns + ([r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else [])

@@ -1,4 +1,4 @@
-"""A Hugging Face folder, or a module made from one: its config, checked, and where its tensors are read from."""
+"""The loading of a Hugging Face folder, or of a module in memory: its checked config and the reader of its tensors."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", *sentencepiece_file.FILES, "*.txt"]
-NOT_OF_HUB = ["consolidated*", "*/*"]  # the same weights once more, in their maker's own format or another program's
+NOT_OF_HUB = ["consolidated*", "*/*"]  # second copies of the weights, in their maker's or another program's format
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's config and tensors. `tensors` holds (shape, dtype) by the names the checkpoint uses."""
+    """A model's config and tensors; `tensors` holds (shape, dtype) by the checkpoint's names."""
 
     config: Any  # transformers' PretrainedConfig
     model_class: type[Any]  # transformers' class of the causal language model
     tensors: dict[str, TensorSpec]
     reader: SafetensorsReader | TensorDictReader
-    folder: Path | None = None  # None: a module
+    folder: Path | None = None  # None for a module in memory
     module: torch.nn.Module | None = None
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name of the checkpoint in messages."""
         return str(self.folder) if self.folder else self.model_class.__name__
 
     @property
     def dtype(self) -> str:
-        """The dtype that most bytes of its numbers are stored in ("bfloat16", …)."""
+        """The dtype that most bytes of its floating tensors are stored in ("bfloat16", …)."""
         counts: dict[torch.dtype, int] = {}
         for shape, dtype in self.tensors.values():
-            if dtype.is_floating_point:  # what is packed in bytes becomes bfloat16
+            if dtype.is_floating_point:  # tensors packed in bytes become bfloat16
                 counts[dtype] = counts.get(dtype, 0) + torch.Size(shape).numel() * dtype.itemsize
         most = max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
         return str(most).removeprefix("torch.")
@@ -65,7 +65,7 @@ def load(path: str | Path) -> Checkpoint:
 
 
 def load_config(path: str | Path) -> Checkpoint:
-    """The model of a config.json alone, in a folder or on the hub: no weights are looked for.
+    """Return the model of a config.json alone, in a folder or on the hub, without looking for weights.
 
     Raises as `load` does for a config that cannot be used.
     """
@@ -75,7 +75,7 @@ def load_config(path: str | Path) -> Checkpoint:
 
 
 def from_config(config: Any, folder: Path | None) -> Checkpoint:
-    """A checkpoint that has the tensors the config's class would have, none of which can be read."""
+    """Return a checkpoint with the tensors that the config's class would have, none of which can be read."""
     model_class = _model_class(config)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32  # transformers' own default
     model = trace.build(model_class, config, dtype, "meta")
@@ -85,7 +85,7 @@ def from_config(config: Any, folder: Path | None) -> Checkpoint:
 
 
 def load_module(module: torch.nn.Module) -> Checkpoint:
-    """The same for a transformers causal language model in memory."""
+    """Return the checkpoint of a transformers causal language model in memory, checked as `load` checks a folder."""
     from transformers import PreTrainedModel
 
     if not isinstance(module, PreTrainedModel):
@@ -101,10 +101,10 @@ def load_module(module: torch.nn.Module) -> Checkpoint:
 
 
 def _refuse_hooks(module: torch.nn.Module) -> None:
-    """Raise UnsupportedError if somebody's code runs around a submodule's forward pass: a compile would lose it."""
+    """Raise UnsupportedError if a hook runs around a submodule's forward pass, since a compile would lose it."""
     for path, part in module.named_modules():
         hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
-        # transformers leaves its own behind once hidden states were asked for; they only look.
+        # transformers leaves its own hooks behind once hidden states were asked for; they only read.
         found = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
         if found:
             name = getattr(found[0], "__qualname__", type(found[0]).__name__)
@@ -115,7 +115,7 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
 
 
 def find_folder(path: str | Path, files: list[str] | None = None) -> Path:
-    """The folder `path` names, downloaded from the hub (`files` alone, if given) if it is a hub id."""
+    """Return the folder that `path` names; a hub id is downloaded (only `files` of it, if given)."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -128,7 +128,7 @@ def find_folder(path: str | Path, files: list[str] | None = None) -> Path:
     try:
         wanted = files or HUB_FILES
         return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=NOT_OF_HUB))
-    except Exception as error:  # the client's errors share no base: network, not found, gated, disk
+    except Exception as error:  # the client's errors have no common base class: network, not found, gated, disk
         reason = str(error).strip().splitlines()
         raise ConfigError(
             f"{path}: no such folder, and not downloaded as a hub id"
@@ -138,7 +138,7 @@ def find_folder(path: str | Path, files: list[str] | None = None) -> Path:
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers config of a folder, of a kind that can be compiled."""
+    """Return the transformers config of a folder, and raise if it is of a kind that cannot be compiled."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigError(unreadable.folder_without_config(folder))
@@ -155,29 +155,33 @@ def read_config(folder: Path) -> Any:
     if model_type not in CONFIG_MAPPING_NAMES:
         if "auto_map" in raw:
             raise UnsupportedError(
-                f"{folder}: model_type {model_type} needs code from the checkpoint (trust_remote_code), which inferc never"
-                " runs; use a version of the model that transformers has the code of"
+                f"{folder}: model_type {model_type} needs code from the checkpoint (trust_remote_code), which inferc"
+                " never runs; use a version of the model that transformers has the code of"
             )
         raise UnsupportedError(
-            f"{folder}: model_type {model_type} is not known to the installed transformers; upgrade it, or check config.json"
+            f"{folder}: model_type {model_type} is not known to the installed transformers; upgrade it, or check"
+            " config.json"
         )
     _refuse_quantized(raw, str(folder), folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # a config class raises whatever its checks raise
+    except Exception as error:  # a config class may raise anything
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{file}: not a valid {model_type} config ({type(error).__name__}: {reason})") from error
     check_config(config, raw, str(folder))
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # what is compiled are the numbers
+        del config.quantization_config  # the compiler reads the unpacked values
     return config
 
 
 def _refuse_quantized(raw: dict[str, Any], where: str, folder: Path | None = None) -> None:
-    """Raise UnsupportedError for a checkpoint whose config says that it is quantized; with its folder, what is in the files is told."""
+    """Raise UnsupportedError for a checkpoint whose config says that it is quantized.
+
+    If its folder is given, the message also says whether the files hold packed or whole weights.
+    """
     facts = raw.get("quantization_config") or raw.get("quantization")
     if not facts or (isinstance(facts, dict) and facts.get("quant_method") == "mxfp4"):
-        return  # mxfp4's numbers are read as they are, in bfloat16
+        return  # MXFP4 is read, as bfloat16 values
     name = "quantization_config" if raw.get("quantization_config") else "quantization"
     if folder is not None and _has_whole_weights(folder, raw.get("transformers_weights")):
         found = (
@@ -185,16 +189,16 @@ def _refuse_quantized(raw: dict[str, Any], where: str, folder: Path | None = Non
         )
         if unreadable.is_always_packed(facts):
             raise UnsupportedError(
-                f"{found}; delete {name} from config.json, which merging an adapter leaves behind, to compile the weights as"
-                " they are"
+                f"{found}; delete {name} from config.json, which merging an adapter leaves behind, to compile the"
+                " weights as they are"
             )
         raise UnsupportedError(
-            f"{found}: by such a config transformers rounds weights and activations as it runs, which is not built; use another"
-            " checkpoint"
+            f"{found}: by such a config transformers rounds weights and activations as it runs, which is not built;"
+            " use another checkpoint"
         )
     raise UnsupportedError(
-        f"{where}: {unreadable.quantized(facts)} ({name} in config.json), whose packed weights are not read yet; use the"
-        " original, unquantized model"
+        f"{where}: {unreadable.quantized(facts)} ({name} in config.json), whose packed weights are not read yet;"
+        " use the original, unquantized model"
     )
 
 
@@ -208,7 +212,7 @@ def _has_whole_weights(folder: Path, named: str | None) -> bool:
 
 
 def check_config(config: Any, raw: dict[str, Any], where: str) -> None:
-    """Refuse by name what is not a text-only, attention-only, decoder-only model."""
+    """Raise UnsupportedError, with what was found, unless a model is text-only, attention-only and decoder-only."""
     _refuse_quantized(raw, where)
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -217,13 +221,13 @@ def check_config(config: Any, raw: dict[str, Any], where: str) -> None:
     _refuse_state(config, where)
     if getattr(config, "index_topk", None):
         raise UnsupportedError(
-            f"{where}: {kind} chooses the {config.index_topk} keys that each query sees (index_topk, in the attention of"
-            " every layer): dynamic sparse attention; expected causal, sliding or chunked attention"
+            f"{where}: {kind} chooses the {config.index_topk} keys that each query sees (index_topk, in the attention"
+            " of every layer): dynamic sparse attention; expected causal, sliding or chunked attention"
         )
 
 
 def _refuse_several_models(config: Any, where: str) -> None:
-    """Raise UnsupportedError for a model of several models, one a modality or not.
+    """Raise UnsupportedError for a model that is made of several models, such as one for each modality.
 
     A part of a config that has no layers (dbrx's attn_config) is a group of fields, and no model.
     """
@@ -237,7 +241,8 @@ def _refuse_several_models(config: Any, where: str) -> None:
             " language model alone"
         )
     raise UnsupportedError(
-        f"{where}: {config.model_type} is made of several models ({', '.join(parts)}); expected one decoder of text tokens"
+        f"{where}: {config.model_type} is made of several models ({', '.join(parts)}); expected one decoder of text"
+        " tokens"
     )
 
 
@@ -249,7 +254,10 @@ def _is_modality(name: str, part: Any) -> bool:
 
 
 def _refuse_state(config: Any, where: str) -> None:
-    """Raise UnsupportedError for a model with layers that are no attention; a class that can have some may have none."""
+    """Raise UnsupportedError for a model with layers that are not attention.
+
+    A class that can have such layers may have none by its config.
+    """
     types = [str(layer) for layer in getattr(config, "layer_types", None) or ()]
     other = [index for index, layer in enumerate(types) if not layer.endswith("attention") or "linear" in layer]
     if not other and (types or not getattr(_model_class(config), "_is_stateful", False)):
@@ -266,10 +274,11 @@ def _refuse_state(config: Any, where: str) -> None:
 
 
 def _model_class(config: Any) -> type[Any]:
-    """The causal language model class of a config."""
+    """Return the causal language model class of a config; raise UnsupportedError if transformers has none."""
     found = causal_class(config)
     if found is None:
         raise UnsupportedError(
-            f"model_type {config.model_type} is not a causal language model in transformers; expected one that generates text"
+            f"model_type {config.model_type} is not a causal language model in transformers; expected one that"
+            " generates text"
         )
     return found

@@ -1,6 +1,6 @@
-"""Safetensors files: their headers, checked against the files' sizes, and rows of their tensors.
+"""The reading of safetensors files: their headers, checked against the files' sizes, and rows of their tensors.
 
-A checkpoint is read a chunk of rows at a time and never as a whole; nothing here unpickles anything.
+A checkpoint is read one chunk of rows at a time and never as a whole; nothing here unpickles anything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model" + INDEX_SUFFIX
 SINGLE_NAME = "model.safetensors"
-NAMED_SUFFIXES = (".safetensors", INDEX_SUFFIX)  # of what a config may name
+NAMED_SUFFIXES = (".safetensors", INDEX_SUFFIX)  # suffixes of the files that a config may name
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DTYPES = {
@@ -50,7 +50,7 @@ TensorSpec = tuple[tuple[int, ...], torch.dtype]  # shape, dtype as stored
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies: bytes [start, start + its size) of `file`."""
+    """The place of one tensor: bytes [start, start + its size) of `file`."""
 
     file: Path
     start: int
@@ -69,7 +69,7 @@ class SafetensorsReader:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.stored.items()}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of axis 0 of tensor `name`, in the dtype it is stored in; a copy."""
+        """Return a copy of rows [start, stop) of axis 0 of tensor `name`, in the dtype it is stored in."""
         tensor = self.stored[name]
         shape = (stop - start, *tensor.shape[1:])
         row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
@@ -83,7 +83,7 @@ class SafetensorsReader:
 
 
 class TensorDictReader:
-    """A TensorReader over tensors in memory: those of a module."""
+    """A TensorReader over tensors in memory, such as those of a module."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = {name: tensor.detach() for name, tensor in state.items()}
@@ -94,16 +94,17 @@ class TensorDictReader:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         tensor = self.state[name]
-        rows = tensor[start:stop] if tensor.dim() else tensor.reshape(1)  # a number is its one row
+        rows = tensor[start:stop] if tensor.dim() else tensor.reshape(1)  # a scalar is its own only row
         return rows.cpu()
 
 
 def read_folder(folder: Path, named: str | None = None) -> SafetensorsReader:
-    """The tensors of the safetensors files of a Hugging Face folder.
+    """Open the tensors of the safetensors files of a Hugging Face folder.
 
-    named: the file, or the index, that config.json's `transformers_weights` names in place of the usual ones.
-    Raises UnsupportedError for pickled weights, ArtifactError for weights that are missing, truncated, damaged, or there
-    twice: in a whole file beside an index of shards, or in two shards; and for an index that transformers cannot read.
+    named: the file, or the index, that config.json's `transformers_weights` names instead of the usual ones.
+    Raises UnsupportedError for pickled weights, and ArtifactError for weights that are missing, truncated, damaged, or
+    there twice (in a whole file beside an index of shards, or in two shards), and for an index that transformers cannot
+    read.
     """
     stored: dict[str, StoredTensor] = {}
     files = weight_files(folder, named)
@@ -123,7 +124,10 @@ def read_folder(folder: Path, named: str | None = None) -> SafetensorsReader:
 
 
 def _in_two_files(index: Path, name: str, first: str, second: str) -> ArtifactError:
-    """What to say of a tensor in two shards, of which transformers reads the last, whatever the index says."""
+    """Return the error for a tensor that is in two shards.
+
+    transformers reads the last of them, whatever the index says.
+    """
     meant = _weight_map(index).get(name)
     both = f"{index.parent}: tensor {name} is in {first} and in {second}; expected each tensor in one file"
     if meant not in (first, second):
@@ -133,14 +137,14 @@ def _in_two_files(index: Path, name: str, first: str, second: str) -> ArtifactEr
 
 
 def weight_files(folder: Path, named: str | None = None) -> list[Path]:
-    """The safetensors files of a Hugging Face folder, all there, and no others that could be meant."""
+    """Return the safetensors files of a Hugging Face folder; raise if one is missing or the choice is ambiguous."""
     if named is not None:
-        # A config comes with the checkpoint: like an index, it may name files beside itself only.
+        # A config comes with the checkpoint: like an index, it may only name files beside itself.
         is_beside = isinstance(named, str) and Path(named).name == named and (folder / named).is_file()
         if not is_beside or not named.endswith(NAMED_SUFFIXES):
             raise ArtifactError(
-                f"{folder}: config.json names the weights {named} (transformers_weights); expected a .safetensors file or"
-                f" a {INDEX_SUFFIX} in the folder: download it, or delete the field"
+                f"{folder}: config.json names the weights {named} (transformers_weights); expected a .safetensors file"
+                f" or a {INDEX_SUFFIX} in the folder: download it, or delete the field"
             )
         return _shards(folder / named) if named.endswith(INDEX_SUFFIX) else [folder / named]
     index, single = folder / INDEX_NAME, folder / SINGLE_NAME
@@ -151,18 +155,19 @@ def weight_files(folder: Path, named: str | None = None) -> list[Path]:
         raise _no_weights(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         raise ArtifactError(
-            f"{folder} holds {files[0].name}, and an adapter beside it ({ADAPTER_CONFIG}), which transformers would add where peft"
-            " is installed; expected one model: delete the adapter's files to use the weights as they are, or merge it into them"
+            f"{folder} holds {files[0].name}, and an adapter beside it ({ADAPTER_CONFIG}), which transformers would add"
+            " where peft is installed; expected one model: delete the adapter's files to use the weights as they are,"
+            " or merge it into them"
         )
     _warn_of_others(folder, files)
     return files
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index names, all there."""
+    """Return the files that an index names; raise ArtifactError if one is missing."""
     names = sorted(set(_weight_map(index).values()))
     for name in names:
-        # An index comes with the checkpoint: it may name files beside itself only.
+        # An index comes with the checkpoint: it may only name files beside itself.
         if Path(name).name != name or not (index.parent / name).is_file():
             raise ArtifactError(f"{index} lists {name}, which is not in {index.parent}; download the missing file")
     facts = json.loads(index.read_text())
@@ -176,9 +181,9 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _check_same_weights(index: Path, single: Path) -> None:
-    """Raise ArtifactError if an index beside a whole file means other files than that one.
+    """Raise ArtifactError if an index beside a whole file names other files than that one.
 
-    transformers reads the whole file, others read the shards: nobody can say which of the two is the model.
+    transformers reads the whole file, other programs read the shards: nothing tells which of the two is the model.
     """
     try:
         names = set(_weight_map(index).values())
@@ -191,8 +196,9 @@ def _check_same_weights(index: Path, single: Path) -> None:
     missing = [name for name in others if Path(name).name != name or not (index.parent / name).is_file()]
     if not missing:
         raise ArtifactError(
-            f"{index.parent} holds weights twice: {single.name}, and {INDEX_NAME} with {listed}; expected one of them: delete"
-            f" {INDEX_NAME} to use {single.name}, as transformers does, or {single.name} to use what the index lists"
+            f"{index.parent} holds weights twice: {single.name}, and {INDEX_NAME} with {listed}; expected one of them:"
+            f" delete {INDEX_NAME} to use {single.name}, as transformers does, or {single.name} to use what the index"
+            " lists"
         )
     try:
         state = f"is whole, with {len(read_header(single))} tensors"
@@ -205,7 +211,7 @@ def _check_same_weights(index: Path, single: Path) -> None:
 
 
 def _no_weights(folder: Path) -> ArtifactError | UnsupportedError:
-    """What a folder without the usual files has in their place."""
+    """Return the error for a folder without the usual weight files, naming what it has instead."""
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     shards = [name for name in others if SHARD.fullmatch(name)]
@@ -213,7 +219,8 @@ def _no_weights(folder: Path) -> ArtifactError | UnsupportedError:
         return UnsupportedError(f"{folder}: no {SINGLE_NAME} but {ADAPTER_CONFIG}: {ADAPTER}")
     if shards:
         return ArtifactError(
-            f"{folder}: {shards[0]} is there, and {INDEX_NAME}, which says what is in which file, is not; download it too"
+            f"{folder}: {shards[0]} is there, and {INDEX_NAME}, which says what is in which file, is not; download it"
+            " too"
         )
     if pickled:
         return UnsupportedError(
@@ -223,8 +230,8 @@ def _no_weights(folder: Path) -> ArtifactError | UnsupportedError:
     gguf = sorted(path.name for path in folder.glob("*.gguf"))
     if gguf and not others:
         return UnsupportedError(
-            f"{folder}: {gguf[0]} is a GGUF file, which is not read yet; expected {SINGLE_NAME}: give the folder that it was"
-            " made from"
+            f"{folder}: {gguf[0]} is a GGUF file, which is not read yet; expected {SINGLE_NAME}: give the folder that"
+            " it was made from"
         )
     if others:
         return ArtifactError(
@@ -234,7 +241,7 @@ def _no_weights(folder: Path) -> ArtifactError | UnsupportedError:
 
 
 def _warn_of_others(folder: Path, files: list[Path]) -> None:
-    """Name the shards that are not read: what an earlier checkpoint left behind, or what an index forgot."""
+    """Warn of shards that are not read: an earlier checkpoint left them behind, or the index does not name them."""
     read = {path.name for path in files}
     left = sorted(
         path.name for path in folder.glob("*.safetensors") if SHARD.fullmatch(path.name) and path.name not in read
@@ -249,7 +256,7 @@ def _warn_of_others(folder: Path, files: list[Path]) -> None:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, each within the file and of the size its shape wants."""
+    """Return the tensors of one safetensors file, each of which lies within it and has the size its shape wants."""
     size = path.stat().st_size
     if is_lfs_pointer(path):
         raise ArtifactError(lfs_pointer(path))
@@ -276,8 +283,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def _stored(path: Path, name: str, entry: dict[str, Any], base: int) -> StoredTensor:
     if entry["dtype"] == "U32":
         raise UnsupportedError(
-            f"{path}: tensor {name} is of dtype U32: {a('MLX')} checkpoint, whose packed weights are not read yet; use the"
-            " original, unquantized model"
+            f"{path}: tensor {name} is of dtype U32: {a('MLX')} checkpoint, whose packed weights are not read yet; use"
+            " the original, unquantized model"
         )
     if entry["dtype"] not in DTYPES:
         raise UnsupportedError(f"{path}: tensor {name} is of dtype {entry['dtype']}; known: {', '.join(DTYPES)}")

@@ -1,8 +1,8 @@
-"""A checkpoint's sentencepiece model: what the sentencepiece library makes of texts, and the same as a tokenizer.json.
+"""The sentencepiece model of a checkpoint: the library's own encoding, and its conversion to a tokenizer.json.
 
-transformers converts pieces and merges, and writes the treatment of spaces by the class that a config names: with the
-usual classes the first of several leading spaces is lost. A sentencepiece model says itself what is done to a text, and
-tokenizer.json has words for all of it.
+transformers converts pieces and merges, but derives the treatment of spaces from the class that a config names: with
+the usual classes the first of several leading spaces is lost. The sentencepiece model itself says how a text is
+normalized, and tokenizer.json can express all of it.
 """
 
 from __future__ import annotations
@@ -13,29 +13,33 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
 FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-UNIGRAM = 1  # in the model's trainer_spec
+UNIGRAM = 1  # the value of model_type in the model's trainer_spec
 SPACE = "▁"
 
 
 def open_model(folder: Path) -> tuple[str, Any] | None:
-    """The name of the folder's sentencepiece model and the library's processor of it; None for files of another kind."""
+    """Return the name of the folder's sentencepiece model and the library's processor of it.
+
+    The result is None without a model, without the library, or for a file of another kind.
+    """
     name = next((each for each in FILES if (folder / each).is_file()), None)
     if name is None:
         return None
     try:
         import sentencepiece
-    except ImportError:  # then transformers has converted something else
+    except ImportError:  # then transformers has converted a file of another kind
         return None
     try:
         return name, sentencepiece.SentencePieceProcessor(model_file=str(folder / name))
-    except RuntimeError:  # the name is also used for tiktoken's files
+    except RuntimeError:  # tiktoken's files may have the same name
         return None
 
 
 def encode(processor: Any, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids that the sentencepiece library gives, as `tokenizer` numbers its pieces.
+    """Return the ids that the sentencepiece library gives, as `tokenizer` numbers its pieces.
 
-    The two agree but for classes that renumber them, as that of XGLM, whose model was trained on other ids than the file's.
+    The two numberings agree except for classes that renumber the pieces, such as that of XGLM, whose model was trained
+    on other ids than the file's.
     """
     ids = [int(token) for token in processor.encode(text)]
     names = [processor.id_to_piece(token) for token in ids]
@@ -46,15 +50,15 @@ def encode(processor: Any, tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def decode(processor: Any, tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text that the sentencepiece library makes of the ids' pieces, without special tokens."""
+    """Return the text that the sentencepiece library decodes from the ids' pieces, without special tokens."""
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     return str(processor.decode([tokenizer.id_to_token(token_id) for token_id in ids if token_id not in special]))
 
 
 def convert(theirs: Tokenizer, processor: Any) -> Tokenizer:
-    """The tokenizer with the model's own treatment of spaces and characters.
+    """Return a tokenizer with the sentencepiece model's own treatment of spaces and characters.
 
-    theirs: transformers' conversion, of which the pieces and the added tokens are kept.
+    theirs: transformers' conversion, whose pieces and added tokens are kept.
     """
     from transformers.convert_slow_tokenizer import import_protobuf
 
@@ -75,7 +79,7 @@ def convert(theirs: Tokenizer, processor: Any) -> Tokenizer:
 
 
 def _unigram(theirs: Tokenizer, proto: Any) -> Tokenizer:
-    """A unigram model with its scores, which some classes of transformers turn into merges."""
+    """Return a unigram model with its scores, which some classes of transformers turn into merges."""
     if isinstance(theirs.model, models.Unigram):
         return Tokenizer.from_str(theirs.to_str())
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]

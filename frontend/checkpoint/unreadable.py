@@ -1,6 +1,7 @@
-"""What somebody has that cannot be read, in the words of whoever has it: a GGUF file, a GPTQ checkpoint, another model's tensors.
+"""Messages about inputs that cannot be read: a GGUF file, a GPTQ checkpoint, the tensors of another model.
 
-A file that is whole is never called damaged: to fetch it again would bring the same one.
+They use the words of the person who has the file. A file that is whole is never called damaged, because fetching it
+again would bring the same one.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ QUANTIZED_NAMES = {
     "mlx": "MLX",
     "vptq": "VPTQ",
 }
-# Methods whose checkpoints never hold whole weights: a config that names one beside whole weights is of another checkpoint. By
-# other methods transformers rounds whole weights, and activations, as it runs (bitnet, fp8, nvfp4, quark, quanto, torchao).
+# Methods whose checkpoints never hold whole weights: a config that names one beside whole weights is of another
+# checkpoint. By other methods (bitnet, fp8, nvfp4, quark, quanto, torchao) transformers rounds whole weights, and
+# activations, as it runs.
 ALWAYS_PACKED = frozenset(
     (
         "aqlm",
@@ -43,7 +45,7 @@ ALWAYS_PACKED = frozenset(
         "vptq",
     )
 )
-# Parts of a tensor's name that only such checkpoints have, told apart from the top down.
+# Parts of a tensor's name that only quantized checkpoints or adapters have; the first pattern that matches counts.
 PACKED = (
     (r"\.g_idx$", "GPTQ"),
     (r"\.qweight$", "GPTQ or AWQ"),
@@ -62,12 +64,13 @@ FILES = {
 }
 ADAPTER = "a LoRA adapter; merge it into its model, and give that"
 FOLDER = "give a Hugging Face folder with config.json and model.safetensors"
-# Causal masks that the modules of old transformers versions stored, and a number that stood for minus infinity.
+# Causal masks that modules of old transformers versions stored, and the number that stood for minus infinity.
 OLD_MASK = re.compile(r"(^|\.)(attn|attention|self_attn|self_attention)(\.attention)?\.(bias|masked_bias|causal_mask)$")
-# Names of tensors that other tasks have beside the language model: a pooled text, the order of two sentences, classes.
-# Classes also of texts that reinforcement learning judges by (`v_head`).
+# Names of tensors that other tasks have beside the language model: a pooled text, the order of two sentences, classes,
+# and the value head of reinforcement learning (`v_head`).
 OTHER_HEAD = re.compile(r"(^|\.)pooler\.|^cls\.seq_relationship\.|^(classifier|score|qa_outputs|v_head)\.")
-# What torch puts around a module, by the part of a tensor's name that it makes; the last at its beginning alone.
+# Wrappers that torch puts around a module, by the part of a tensor's name that each adds; "module" counts in front
+# only.
 WRAPPERS = {
     "_orig_mod": "torch.compile",
     "_fsdp_wrapped_module": "FSDP",
@@ -79,15 +82,18 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def quantized(facts: Any) -> str:
-    """How a message calls a checkpoint with this `quantization_config`: "a GPTQ checkpoint"."""
+    """Return how a message calls a checkpoint with this `quantization_config`, such as "a GPTQ checkpoint"."""
     method = _method(facts)
     return f"{a(QUANTIZED_NAMES.get(method.lower(), method))} checkpoint"
 
 
 def is_always_packed(facts: Any) -> bool:
-    """Whether no checkpoint of this `quantization_config` holds whole weights, so that one which does was made from another."""
+    """Tell whether no checkpoint of this `quantization_config` holds whole weights.
+
+    A checkpoint with whole weights and such a config was then made from another one.
+    """
     if isinstance(facts, dict) and facts.get("format") == "dense":
-        return False  # of compressed-tensors: whole weights by intent, with rounded activations or keys and values
+        return False  # compressed-tensors: whole weights on purpose, with rounded activations or keys and values
     return _method(facts).lower() in ALWAYS_PACKED
 
 
@@ -98,12 +104,12 @@ def _method(facts: Any) -> str:
 
 
 def a(name: str) -> str:
-    """A name behind its article; of capitals each is spoken."""
+    """Return a name with its article, "a" or "an"; capitals are spelled letter by letter."""
     return f"{'an' if name[:1] in ('AEFHILMNORSX' if name[:2].isupper() else 'aeio') else 'a'} {name}"
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file is what git leaves in place of a large one where its extension is not installed."""
+    """Tell whether a file is the pointer that git leaves for a large file if its LFS extension is not installed."""
     with path.open("rb") as file:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
 
@@ -113,7 +119,7 @@ def lfs_pointer(path: Path) -> str:
 
 
 def packed_tensor(names: Iterable[str]) -> tuple[str, str] | None:
-    """A tensor that only quantized checkpoints (or adapters) have, and whose it is; None without one."""
+    """Return a tensor that only quantized checkpoints or adapters have, and their kind; None without one."""
     every = sorted(names)
     for pattern, kind in PACKED:
         found = next((name for name in every if re.search(pattern, name)), None)
@@ -123,20 +129,23 @@ def packed_tensor(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def file_instead_of_folder(path: Path) -> str:
-    """What a file is that was given where a folder is expected, and what to give."""
+    """Return a message that says what a file is where a folder was expected, and what to give."""
     kind = FILES.get(path.suffix.lower())
     with path.open("rb") as file:
         if file.read(4) == b"GGUF":
             kind = FILES[".gguf"]
     if kind == FILES[".gguf"]:
-        return f"{path} is {kind}; give the Hugging Face folder that it was made from, with config.json and model.safetensors"
+        return (
+            f"{path} is {kind}; give the Hugging Face folder that it was made from, with config.json and"
+            " model.safetensors"
+        )
     if kind == FILES[".safetensors"]:
         return f"{path} is a file, {kind}; give its folder, with config.json beside it"
     return f"{path} is a file{f', {kind}' if kind else ''}; {FOLDER}"
 
 
 def folder_without_config(folder: Path) -> str:
-    """What a folder holds that has no config.json, and what to give."""
+    """Return a message that says what a folder without config.json holds, and what to give."""
     names = sorted(path.name for path in folder.iterdir())
     if MANIFEST in names:
         return (
@@ -145,7 +154,10 @@ def folder_without_config(folder: Path) -> str:
         )
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if gguf:
-        return f"{folder}: no config.json, and {gguf[0]} is {FILES['.gguf']}; give the Hugging Face folder that it was made from"
+        return (
+            f"{folder}: no config.json, and {gguf[0]} is {FILES['.gguf']}; give the Hugging Face folder that it was"
+            " made from"
+        )
     if ADAPTER_CONFIG in names:
         return f"{folder}: no config.json but {ADAPTER_CONFIG}: {ADAPTER}"
     own_format = next((name for name in ("params.json", "consolidated.safetensors") if name in names), None)
@@ -155,15 +167,18 @@ def folder_without_config(folder: Path) -> str:
 
 
 def is_old_mask(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is a buffer of old attention modules: a mask [1, 1, length, length], or one number."""
+    """Tell whether a tensor is a buffer of old attention modules: a mask [1, 1, length, length], or one number."""
     if not OLD_MASK.search(name):
         return False
     return all(size == 1 for size in shape) if name.endswith(".masked_bias") else len(shape) == 4
 
 
 def other_names(unused: Iterable[str], num_tensors: int, expected: Iterable[str]) -> str:
-    """How the names of a file's tensors begin that a model has no use for and where its own do not begin so; empty where most of the
-    file's `num_tensors` are the model's."""
+    """Return a message about the prefix of a file's tensors if it differs from that of the model's tensors.
+
+    unused: the names of the file's tensors that the model has no use for. The message is empty if most of the file's
+    `num_tensors` tensors are the model's.
+    """
     wanted = Counter(_head(name) for name in expected)
     strange = Counter(head for name in unused if (head := _head(name)) not in wanted)
     if not strange or sum(strange.values()) * 2 < num_tensors:
@@ -173,7 +188,7 @@ def other_names(unused: Iterable[str], num_tensors: int, expected: Iterable[str]
 
 
 def wrapped(unused: Iterable[str], expected: Iterable[str]) -> str:
-    """What to say of tensors whose names have parts by wrappers of a module; empty without one."""
+    """Return a message about tensors whose names have parts that a module's wrapper adds; empty if there is none."""
     known = {part for name in expected for part in _wrappers(name)}
     found = {name: parts for name in unused if (parts := _wrappers(name) - known)}
     if not found:
@@ -185,7 +200,7 @@ def wrapped(unused: Iterable[str], expected: Iterable[str]) -> str:
 
 
 def _wrappers(name: str) -> set[str]:
-    """The parts of a tensor's name that are of WRAPPERS."""
+    """Return the parts of a tensor's name that are in WRAPPERS."""
     parts = name.split(".")
     return {
         part
@@ -199,7 +214,7 @@ def _head(name: str) -> str:
 
 
 def missing_head(model: Any, missing: Sequence[str]) -> str:
-    """What to say of a checkpoint in which the LM head alone is missing; empty if it is something else."""
+    """Return a message for a checkpoint that lacks only the LM head; empty if it lacks something else."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is embedding.weight:
         return ""
@@ -207,7 +222,8 @@ def missing_head(model: Any, missing: Sequence[str]) -> str:
     if set(missing) - names:
         return ""
     return (
-        f"no tensor for {missing[0]}, the LM head, which config.json does not tie to the embedding (tie_word_embeddings is"
+        f"no tensor for {missing[0]}, the LM head, which config.json does not tie to the embedding"
+        " (tie_word_embeddings is"
         " false): transformers would make up random numbers for it; set tie_word_embeddings to true if the model's head"
         " is its embedding, or give a checkpoint of the language model, not of its base alone"
     )

@@ -1,4 +1,4 @@
-"""The chat template of a checkpoint for the artifact, and what transformers makes of conversations by it."""
+"""The chat template of a checkpoint for the artifact, with the texts that transformers renders by it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 Conversation: TypeAlias = list[Message]
 
-# Conversations that templates treat differently: who begins, whether an answer is to follow, spaces at ends.
+# Conversations that templates treat differently: who speaks first, whether an answer is to follow, spaces at the ends.
 TEXT_CHATS: tuple[Conversation, ...] = (
     [{"role": "user", "content": "Hello, world!"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " two\nlines "}],
@@ -29,9 +29,10 @@ TEXT_CHATS: tuple[Conversation, ...] = (
 
 
 def golden_chats(form: ChatForm) -> list[tuple[Conversation, Conversation]]:
-    """Conversations as clients send them, each with the messages that mean the same to a template of this form.
+    """Return conversations as clients send them, each with messages of the same meaning for a template of this form.
 
-    Both are written out: what the runtime makes of the first is compared with what transformers makes of the second.
+    Both are written out: what the runtime renders from the first is compared with what transformers renders from the
+    second.
     """
 
     def said(role: str, *texts: str) -> Message:
@@ -71,7 +72,7 @@ def golden_chats(form: ChatForm) -> list[tuple[Conversation, Conversation]]:
 
 
 def chat_template(tokenizer: Any) -> str | None:
-    """The chat template; of several named ones the default."""
+    """Return the chat template of a tokenizer; of several named templates, the default."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         others = [name for name in template if name != "default"]
@@ -84,14 +85,14 @@ def chat_template(tokenizer: Any) -> str | None:
 
 
 def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -> dict[str, Any]:
-    """What transformers makes of `golden_chats` by the template, for the runtime to be compared with.
+    """Return what transformers renders of `golden_chats` by the template, for comparison with the runtime.
 
-    form: in which the template reads messages; null for one that leaves out what the user says in every form.
-    vectors: [{messages, add_generation_prompt, text, token_ids}], without conversations that the template refuses.
-    depends_on_time: texts hold the day they were made on. begins_with_bos: of a plain text, and of a conversation; the
-    latter has it from the template, never twice. stop_token_ids: that end a text. turn_end: the first special token
-    that the template writes behind an answer. Warnings say so if it ends no text, and if the template refuses every one of
-    `golden_chats` when it is run.
+    form: the form in which the template reads messages; null for a template that leaves out the user's words in every
+    form. vectors: [{messages, add_generation_prompt, text, token_ids}], without conversations that the template
+    refuses. depends_on_time: whether texts hold the day on which they were made. begins_with_bos: whether a plain text,
+    and a conversation, begin with BOS; a conversation has it from the template, never twice. stop_token_ids: the ids
+    that end a text. turn_end: the first special token that the template writes after an answer. Warnings say if that
+    token ends no text, and if the template refuses every one of `golden_chats` when it is run.
     """
 
     def render(messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None) -> str:
@@ -104,17 +105,17 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
         goes_on = messages[-1]["role"] != "assistant"
         try:
             text = render(wanted, goes_on, None)
-        except Exception as error:  # noqa: BLE001 (a template raises what it likes: for a role that it does not know, say)
+        except Exception as error:  # noqa: BLE001 (a template may raise anything, such as for a role it does not know)
             log.info("%s: the chat template refuses a conversation: %s", name, error)
             refusal = error
             continue
         ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
         vectors.append({"messages": messages, "add_generation_prompt": goes_on, "text": text, "token_ids": ids})
-    # Not one that cannot be read, or has no form: the compiler names these, from the runtime's own check of the artifact.
+    # Templates that cannot be parsed, or have no form, are reported by the runtime's own check of the artifact instead.
     if refusal is not None and not vectors and not isinstance(refusal, TemplateSyntaxError):
         log.warning(
-            "%s: the chat template refuses every conversation that was tried (%s): chats will be refused, plain prompts work;"
-            " correct the template if it is to be used",
+            "%s: the chat template refuses every conversation that was tried (%s): chats will be refused, plain prompts"
+            " work; correct the template if it is to be used",
             name,
             " ".join(str(refusal).split())[:200],
         )
@@ -126,7 +127,9 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
             "%s: the chat template ends an answer with %r (id %d), which ends no text by the model's generation config:"
             " answers in chats may run on; add it to eos_token_id in generation_config.json, or to a request's"
             " stop_token_ids",
-            *(name, tokenizer.convert_ids_to_tokens(turn_end), turn_end),
+            name,
+            tokenizer.convert_ids_to_tokens(turn_end),
+            turn_end,
         )
     return {
         "form": None if form is None else asdict(form),
@@ -144,7 +147,10 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
 def _render(
     tokenizer: Any, template: str, messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None
 ) -> str:
-    """What transformers writes. Where none is given it is asked behind `apply_chat_template`, which would leave it out."""
+    """Return what transformers renders for a conversation.
+
+    Messages with None are rendered by the function behind `apply_chat_template`, which itself would leave None out.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     conversation = [dict(message) for message in messages]
@@ -160,7 +166,7 @@ def _render(
 
 
 def _turn_end(tokenizer: Any, vectors: list[dict[str, Any]]) -> int | None:
-    """The first special token behind the answer that ends a conversation."""
+    """Return the first special token after the answer that ends a conversation, or None."""
     for row in vectors:
         last = row["messages"][-1]
         if last["role"] == "assistant" and last.get("content"):

@@ -1,8 +1,8 @@
-"""What the model's makers set for generation: the fields that the engine follows, and by name those that it does not.
+"""The generation defaults of a model's makers: the fields that the engine follows, and warnings for the others.
 
-transformers' `generate` reads generation_config.json, or where there is none what config.json has of its fields. Each field of
-its GenerationConfig is one of three: followed (FOLLOWED), without effect on an answer of this engine (SILENT), or named in a
-warning where it asks for anything (NOT_FOLLOWED).
+transformers' `generate` reads generation_config.json, or without it the same fields of config.json. Each field of its
+GenerationConfig is of one of three kinds: followed (FOLLOWED), without effect on an answer of this engine (SILENT), or
+named in a warning if it asks for anything (NOT_FOLLOWED).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from inferc.frontend.export import context_length
 
 log = logging.getLogger(__name__)
 
-# What sampling or stopping depends on; `inferc.runtime.step.sampling_params.generation_defaults` makes parameters of them.
+# The fields that sampling or stopping depends on, which become parameters in
+# `inferc.runtime.step.sampling_params.generation_defaults`.
 FOLLOWED = {
     "bos_token_id": "token id",
     "eos_token_id": "token ids",
@@ -35,7 +36,7 @@ FOLLOWED = {
     "stop_strings": "strings",
     "suppress_tokens": "token ids",
 }
-RECORDED = ("bos_token_id", "pad_token_id")  # which change no answer
+RECORDED = ("bos_token_id", "pad_token_id")  # fields that change no answer
 EXPECTED = {
     "token id": "a token id",
     "token ids": "a token id or a list of them",
@@ -44,9 +45,10 @@ EXPECTED = {
     "whole number": "a whole number",
     "strings": "a string or a list of them",
 }
-# What changes an answer and the engine does not do, with the values (besides null) by which it asks for nothing.
+# Fields that would change an answer and that the engine does not follow, with the values (besides null) that ask for
+# nothing.
 NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
-    "bad_words_ids": ([],),  # followed where each of them is one token
+    "bad_words_ids": ([],),  # followed if each of them is one token
     "begin_suppress_tokens": ([],),
     "constraints": ([],),
     "diversity_penalty": (0,),
@@ -60,7 +62,7 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
     "guidance_scale": (1,),
-    "max_length": (20,),  # what every config of old has; a longer one only where it is below the model's length
+    "max_length": (20,),  # the default of old configs; another value asks for something if below the model's length
     "max_time": (),
     "min_length": (0,),
     "no_repeat_ngram_size": (0,),
@@ -75,34 +77,60 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "watermarking_config": ({},),
 }
-# What says how transformers computes or returns an answer, what counts beside a field above alone, and marks of the file.
+# Fields that only say how transformers computes or returns an answer, that only matter beside a field above, or that
+# are marks of the file.
 SILENT = frozenset(
     (
-        *("_commit_hash", "_from_model_config", "_original_object_hash", "transformers_version"),
-        *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size"),
-        *("compile_config", "disable_compile", "continuous_batching_config"),
-        *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
-        *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-        *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
-        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type", "use_mtp"),
-        *("early_stopping", "length_penalty"),  # of beams
-        "renormalize_logits",  # the order of tokens, and what is drawn, stay
-        "decoder_start_token_id",  # of encoder-decoders
+        "_commit_hash",
+        "_from_model_config",
+        "_original_object_hash",
+        "transformers_version",
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "max_cache_len",
+        "low_memory",
+        "prefill_chunk_size",
+        "compile_config",
+        "disable_compile",
+        "continuous_batching_config",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+        "is_assistant",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_early_exit",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "assistant_ensemble_weight",
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
+        "speculation_type",
+        "use_mtp",
+        "early_stopping",
+        "length_penalty",  # for beam search
+        "renormalize_logits",  # changes neither the order of tokens nor what is drawn
+        "decoder_start_token_id",  # for encoder-decoder models
     )
 )
-MAX_SHOWN = 60  # characters of a value in a message
+MAX_SHOWN = 60  # characters of a value that a message shows
 
 
 def generation_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the model's makers set for generation (FOLLOWED, and bad words of one token), as transformers' `generate` takes it.
+    """Return the makers' generation defaults (FOLLOWED, and bad words of one token), as transformers' `generate` does.
 
-    With one exception: token ids that generation_config.json leaves out come from config.json, where `generate` goes without.
-    As there, a folder's end is one that its files name, and not what the config's class has by itself (LlamaConfig's 2);
-    nothing is lost by that, as save_pretrained writes ids that are like the class's too. A module has what its objects have.
+    There is one exception: token ids that generation_config.json leaves out come from config.json, while `generate`
+    goes without them. As there, a folder's end token is one that its files name, and not the default of the config's
+    class (LlamaConfig's 2); nothing is lost by that, because save_pretrained also writes ids that equal the class's.
+    For a module the values of its config objects count.
 
-    Warnings say where nothing names an end, and what else the makers ask for. Ids to stop at, or never to choose, that the
-    model does not have are left out, and so are ids of another kind that are only recorded. Raises ConfigError for any other
-    value of another kind, and where no id to stop at remains.
+    Warnings say if nothing names an end token, and what else the makers ask for. Ids to stop at, or never to choose,
+    that the model does not have are left out, and so are ids of a wrong type that are only recorded. Raises ConfigError
+    for any other value of a wrong type, and if no id to stop at remains.
     """
     found, where = _read(checkpoint)
     own = _token_ids(checkpoint)
@@ -132,13 +160,13 @@ def generation_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def eos_token_ids(defaults: Mapping[str, Any]) -> list[int]:
-    """Every id that ends a sequence, from `generation_defaults`."""
+    """Return every id that ends a sequence, from the result of `generation_defaults`."""
     ids = defaults.get("eos_token_id")
     return [] if ids is None else [int(token) for token in ids] if isinstance(ids, list) else [int(ids)]
 
 
 def _read(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
-    """The fields as their source has them, and how messages call it."""
+    """Return the fields as their source has them, and the name of the source in messages."""
     file = checkpoint.folder / "generation_config.json" if checkpoint.folder else None
     if file is not None and file.is_file():
         try:
@@ -153,13 +181,16 @@ def _read(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
 
 
 def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The folder's config.json as it is written, as transformers' object has values of its class beside it; empty without one."""
+    """Return the fields that are written in the folder's config.json; empty without the file.
+
+    transformers' config object cannot tell them from the defaults of its class.
+    """
     file = checkpoint.folder / CONFIG_FILE if checkpoint.folder else None
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file is not None and file.is_file() else {}
 
 
 def _token_ids(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The ids that the model config says: the file, or the object of a checkpoint that has none."""
+    """Return the token ids of the model config: of the file, or of the object if the checkpoint has no folder."""
     names = (*RECORDED, "eos_token_id")
     if checkpoint.folder is None:
         return {name: getattr(checkpoint.config, name, None) for name in names}
@@ -179,7 +210,7 @@ def _warn_of_no_end(checkpoint: Checkpoint) -> None:
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
-    """The value as its field wants it; a whole number may be written as a float."""
+    """Return a value in its field's type, or raise ConfigError; a whole number may be written as a float."""
     kind = FOLLOWED[name]
     parts = value if isinstance(value, list) and kind in ("token ids", "strings") else [value]
     if kind in ("token id", "token ids", "whole number"):
@@ -191,8 +222,8 @@ def _checked(name: str, value: Any, where: str) -> Any:
         fits = all(isinstance(part, str if kind == "strings" else bool) for part in parts)
     if not fits:
         raise ConfigError(
-            f"{where}: {name} is {json.dumps(value, default=str)[:80]}, expected {EXPECTED[kind]}; correct it, or delete"
-            " the field"
+            f"{where}: {name} is {json.dumps(value, default=str)[:80]}, expected {EXPECTED[kind]}; correct it, or"
+            " delete the field"
         )
     return parts if isinstance(value, list) else parts[0]
 
@@ -202,7 +233,10 @@ def _is_whole(value: Any) -> bool:
 
 
 def _are_single(words: Any) -> bool:
-    """Whether bad words are there, and all of one token: a word of more is banned only where its beginning was chosen."""
+    """Tell whether there are bad words, and all of one token.
+
+    A word of several tokens would be banned only after its beginning was chosen.
+    """
     return (
         isinstance(words, list)
         and bool(words)
@@ -225,7 +259,7 @@ def _drop_unknown_eos(defaults: dict[str, Any], vocab_size: int, where: str) -> 
 
 
 def _drop_unknown_bans(defaults: dict[str, Any], vocab_size: int, where: str) -> None:
-    """Leave out ids that can never be chosen anyway, for a request that names one would be refused."""
+    """Drop banned ids that the model does not have: they are never chosen, and a request with one is refused."""
     if "suppress_tokens" in defaults:
         ids = defaults["suppress_tokens"]
         defaults["suppress_tokens"] = ids if isinstance(ids, list) else [ids]
@@ -240,7 +274,7 @@ def _drop_unknown_bans(defaults: dict[str, Any], vocab_size: int, where: str) ->
 
 
 def _warn(found: Mapping[str, Any], defaults: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> None:
-    """Name every field that asks for something and is not followed, with its value."""
+    """Warn of every field that asks for something and is not followed, with its value."""
     asked = {name: value for name, value in found.items() if value is not None and name not in defaults}
     other = [name for name in NOT_FOLLOWED if name in asked and not _is_neutral(name, asked[name], found, checkpoint)]
     unknown = sorted(asked.keys() - FOLLOWED.keys() - NOT_FOLLOWED.keys() - SILENT)
@@ -254,9 +288,9 @@ def _warn(found: Mapping[str, Any], defaults: Mapping[str, Any], checkpoint: Che
 
 
 def _is_neutral(name: str, value: Any, found: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
-    """Whether a field of NOT_FOLLOWED asks for nothing."""
+    """Tell whether a field of NOT_FOLLOWED asks for nothing."""
     if name == "max_length" and found.get("max_new_tokens") is not None:
-        return True  # which goes before it
+        return True  # max_new_tokens has priority over it
     if name == "min_length" and found.get("min_new_tokens") is not None:
         return True
     if name == "max_length" and _is_whole(value):
@@ -270,6 +304,6 @@ def _is_neutral(name: str, value: Any, found: Mapping[str, Any], checkpoint: Che
 def _shown(value: Any) -> str:
     try:
         text = json.dumps(value, default=str, ensure_ascii=False)
-    except TypeError:  # an object in memory may have keys that JSON has not
+    except TypeError:  # an object in memory may have keys that JSON cannot have
         text = repr(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"

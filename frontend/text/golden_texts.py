@@ -1,4 +1,4 @@
-"""Texts whose tokens are kept in the artifact, and what transformers makes of them where that is something else."""
+"""The golden texts, whose tokens are kept in the artifact, and warnings where transformers tokenizes otherwise."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from inferc.frontend.trace import torch_export as trace
 
 log = logging.getLogger(__name__)
 
-# Texts that tokenizers treat differently: spaces at ends and in runs, line ends, digits, bytes, accents in both forms, other
-# scripts, joined emoji, code, spaces before punctuation, half a special token.
+# Texts that tokenizers treat differently: spaces at ends and in runs, line ends, digits, bytes, accents in both forms,
+# other scripts, joined emoji, code, spaces before punctuation, half a special token.
 GOLDEN_TEXTS = (
     "Hello, world!",
     " ",
@@ -31,14 +31,15 @@ GOLDEN_TEXTS = (
     "",
 )
 
-MAX_ADDED = 1024  # added tokens that are tried
+MAX_ADDED = 1024  # the most added tokens that are tried
 
 
 def golden_vectors(source: TokenizerSource, where: str) -> list[dict[str, Any]]:
-    """What the source's oracle gives for GOLDEN_TEXTS: [{text, token_ids, decoded}], with BOS and EOS where it adds them.
+    """Return what the source's oracle gives for GOLDEN_TEXTS: [{text, token_ids, decoded}], with its BOS and EOS.
 
-    decoded: the text of the ids without special tokens. Of a converted tokenizer, what differs from the oracle is left
-    out, with a warning. Raises UnsupportedError where any other differs, or a converted one in every text.
+    decoded: the text of the ids without special tokens. For a converted tokenizer, texts that differ from the oracle
+    are left out, with a warning. Raises UnsupportedError if any other tokenizer differs, or a converted one in every
+    text.
     """
     rows: list[dict[str, Any]] = []
     other: list[str] = []
@@ -58,22 +59,27 @@ def golden_vectors(source: TokenizerSource, where: str) -> list[dict[str, Any]]:
         rows.append(row)
     if other and (not source.is_converted or not any(row["token_ids"] for row in rows)):
         raise UnsupportedError(
-            f"{where}: {source.origin} does something tokenizer.json cannot express: {min(other, key=len)}; give a checkpoint"
-            " with a tokenizer.json of its own"
+            f"{where}: {source.origin} does something tokenizer.json cannot express: {min(other, key=len)}; give a"
+            " checkpoint with a tokenizer.json of its own"
         )
     if other:
         log.warning(
             "%s: tokenizer.json cannot express all that %s does: %s (%d of %d texts differ)",
-            *(where, source.origin, min(other, key=len), len(other), len(GOLDEN_TEXTS)),
+            where,
+            source.origin,
+            min(other, key=len),
+            len(other),
+            len(GOLDEN_TEXTS),
         )
     return rows
 
 
 def warn_of_differences(source: TokenizerSource, where: str, chats: Sequence[str] = ()) -> None:
-    """Say in a warning where transformers' tokenizer gives other tokens, or other texts of tokens, than the artifact's.
+    """Warn where transformers' tokenizer gives other tokens, or other texts for tokens, than the artifact's tokenizer.
 
-    Beside GOLDEN_TEXTS each added token is tried between spaces, which its flags may take, and `chats`, as a template writes them.
-    Of a tokenizer in memory, which is what the artifact has, say where the file that it was read from gives others.
+    Beside GOLDEN_TEXTS, `chats` are tried as a template writes them, and each added token between spaces, since a
+    token's flags may absorb these. For a tokenizer in memory, which is the one in the artifact, also warn where the
+    file that it was read from gives other tokens.
     """
     ours, theirs = source.tokenizer, source.theirs
     added = [token.content for _, token in sorted(ours.get_added_tokens_decoder().items())][:MAX_ADDED]
@@ -81,8 +87,8 @@ def warn_of_differences(source: TokenizerSource, where: str, chats: Sequence[str
     name = type(theirs).__name__
     if source.file is not None:
         _warn(
-            f"{where}: the tokenizer in memory ({name}) is not what its tokenizer.json is, and the artifact has the one in"
-            " memory; give transformers.PreTrainedTokenizerFast(tokenizer_file=…) for the other",
+            f"{where}: the tokenizer in memory ({name}) is not what its tokenizer.json is, and the artifact has the one"
+            " in memory; give transformers.PreTrainedTokenizerFast(tokenizer_file=…) for the other",
             "by the file",
             _differing(ours, [(text, source.file.encode(text).ids) for text in GOLDEN_TEXTS], source.file.id_to_token),
             len(GOLDEN_TEXTS),
@@ -107,9 +113,16 @@ def warn_of_differences(source: TokenizerSource, where: str, chats: Sequence[str
     if decoded:
         ids, text, own = min(decoded, key=lambda each: len(each[1]))
         log.warning(
-            "%s: transformers' %s decodes %s as %r, and the decoder of %s, which the artifact follows, as %r (%d of %d texts"
-            " differ)",
-            *(where, name, _names(ours, ids), text, source.origin, own, len(decoded), len(GOLDEN_TEXTS)),
+            "%s: transformers' %s decodes %s as %r, and the decoder of %s, which the artifact follows, as %r (%d of %d"
+            " texts differ)",
+            where,
+            name,
+            _names(ours, ids),
+            text,
+            source.origin,
+            own,
+            len(decoded),
+            len(GOLDEN_TEXTS),
         )
 
 
@@ -119,7 +132,10 @@ def _differing(
     spelling: Callable[[int], str | None],
     add_special_tokens: bool = True,
 ) -> list[tuple[str, list[str], list[str]]]:
-    """The texts for which others have other ids: (text, their tokens, our tokens). spelling: of one of their tokens."""
+    """Return the texts for which other ids are given than ours: (text, their tokens, our tokens).
+
+    spelling: the spelling of one of their token ids.
+    """
     rows = [(text, ids, ours.encode(text, add_special_tokens=add_special_tokens)) for text, ids in others]
     return [(text, [str(spelling(each)) for each in ids], own.tokens) for text, ids, own in rows if ids != own.ids]
 
@@ -129,10 +145,16 @@ def _warn(what: str, by: str, differing: list[tuple[str, list[str], list[str]]],
         text, theirs, own = min(differing, key=lambda each: len(each[0]))
         log.warning(
             "%s: %r is %s %s and %s here (%d of %d texts differ)",
-            *(what, text, theirs, by, own, len(differing), num_texts),
+            what,
+            text,
+            theirs,
+            by,
+            own,
+            len(differing),
+            num_texts,
         )
 
 
 def _names(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """The spelling of each token."""
+    """Return the spelling of each token."""
     return [str(tokenizer.id_to_token(token_id)) for token_id in ids]

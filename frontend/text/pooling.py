@@ -1,4 +1,4 @@
-"""How a model makes vectors of texts, as sentence-transformers writes it beside the checkpoint."""
+"""The pooling of a model's hidden states into text vectors, as sentence-transformers writes it beside a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inferc.frontend.checkpoint.load import Checkpoint
 log = logging.getLogger(__name__)
 
 MODULES = "modules.json"
-# Names of the flags of old pooling configs, and of the modes of new ones, to ours.
+# The flags of old pooling configs, and the modes of new ones, with the names that inferc uses.
 FLAGS = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
@@ -23,10 +23,10 @@ MODES = {"lasttoken": "last", "last": "last", "mean": "mean", "cls": "first"}
 
 
 def pooling(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """{"kind": "last" | "mean" | "first", "normalize": bool} of a checkpoint that says so in modules.json, else None.
+    """Return {"kind": "last" | "mean" | "first", "normalize": bool} as modules.json says, or None without the file.
 
-    A model whose vectors are made otherwise (a dense layer behind, another pooling) makes none here, with a warning. Raises
-    ConfigError for files that are damaged.
+    A model with another pooling, or with a dense layer after it, gives None and a warning. Raises ConfigError for
+    damaged files.
     """
     if checkpoint.folder is None or not (checkpoint.folder / MODULES).is_file():
         return None

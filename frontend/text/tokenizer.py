@@ -1,7 +1,8 @@
-"""A model's text side for the artifact: tokenizer.json, chat template, generation defaults, golden vectors.
+"""The text files of an artifact: tokenizer.json, chat template, generation defaults, golden vectors.
 
-The runtime has the `tokenizers` library and Jinja only, so all that makes token ids (BOS, a sentencepiece conversion) must
-be in the artifact's tokenizer.json; golden vectors, made by what reads the checkpoint's own file, prove that it is.
+The runtime has only the `tokenizers` library and Jinja, so everything that determines token ids (BOS, a sentencepiece
+conversion) must be in the artifact's tokenizer.json. Golden vectors, made by the library that reads the checkpoint's
+own file, prove that it is.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from inferc.frontend.text.tokenizer_source import NAMED, TOKENIZER_JSON, WithIds
 log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (TOKENIZER_JSON, *sentencepiece_file.FILES, "vocab.json", "vocab.txt", "tokenizer_config.json")
-OTHER_FILES = ("tekken.json", "*.tiktoken")  # of tokenizers that transformers reads only beside one of these
+OTHER_FILES = ("tekken.json", "*.tiktoken")  # tokenizers that transformers reads only beside one of these files
 
 
 def tokenizer_files(
     checkpoint: Checkpoint, tokenizer: Any = None, generation: dict[str, Any] | None = None
 ) -> dict[str, bytes]:
-    """The artifact's tokenizer folder, by file name; empty for a model without a tokenizer.
+    """Return the files of the artifact's tokenizer folder, by name; empty for a model without a tokenizer.
 
     tokenizer.json          all the runtime needs to encode and decode
     tokenizer_config.json   the special tokens' texts and BOS behaviour      chat_template.jinja   if there is one
     generation_config.json  see `generation_defaults`                        golden.json           see `golden_vectors`
     golden_chat.json        see `golden_chat`, where there is a template
 
-    tokenizer: transformers' tokenizer object, by default what the checkpoint's folder holds (see `tokenizer_source`);
-    generation: the checkpoint's `generation_defaults`, where they are known.
+    tokenizer: transformers' tokenizer object, by default that of the checkpoint's folder (see `tokenizer_source`);
+    generation: the checkpoint's `generation_defaults`, if they are known.
     Raises UnsupportedError for a tokenizer that tokenizer.json cannot express, ConfigError for one that is damaged,
     knows no text or makes token ids that the model does not have.
     """
@@ -82,8 +83,10 @@ def _warn_of_none(folder: Path) -> None:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, Any]:
-    """Texts of the named special tokens, also of those that the checkpoint alone has names for; every special token, and whether
-    BOS and EOS are added to a text."""
+    """Return the texts of all special tokens, and whether BOS and EOS are added to a text.
+
+    Named special tokens come by name, including those that only the checkpoint names.
+    """
     extra = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     named = extra | {name: str(token) for name in NAMED if (token := getattr(tokenizer, name, None)) is not None}
     ids = [int(token) for token in tokenizer("a")["input_ids"]]
@@ -98,11 +101,12 @@ def special_tokens(tokenizer: Any) -> dict[str, Any]:
 
 
 def _check_ids(text: str, golden: list[dict[str, Any]], vocab_size: int, where: str) -> None:
-    """Every id that text can become must be one of the model's, and text must become some."""
+    """Raise ConfigError unless text becomes token ids, all of which the model has."""
     twin = Tokenizer.from_str(text)
     if not any(twin.encode(row["text"], add_special_tokens=False).ids for row in golden):
         raise ConfigError(
-            f"{where}: its tokenizer gives no token ids for any text ({twin.get_vocab_size()} tokens in its vocabulary);"
+            f"{where}: its tokenizer gives no token ids for any text ({twin.get_vocab_size()} tokens in its"
+            " vocabulary);"
             " expected one trained for this model: download it again, or delete it to compile for token ids only"
         )
     vocabulary = {token_id: token for token, token_id in twin.get_vocab(with_added_tokens=False).items()}
@@ -118,10 +122,15 @@ def _check_ids(text: str, golden: list[dict[str, Any]], vocab_size: int, where: 
     if added:
         log.warning(
             "%s: the model has no ids for %d added tokens (%s): a text with one is refused",
-            *(where, len(added), ", ".join(added[:3])),
+            where,
+            len(added),
+            ", ".join(added[:3]),
         )
 
 
 def _json(value: Any) -> bytes:
-    """The file of a value, whose fields keep their order: a template may write an object of a conversation as a whole."""
+    """Return the bytes of a JSON file of a value, with its fields in order.
+
+    The order matters because a template may write an object of a conversation as a whole.
+    """
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()

@@ -1,17 +1,18 @@
-"""What a checkpoint's tokenizer is, and what says which ids it must give.
+"""The source of an artifact's tokenizer: a checkpoint's own files, and the oracle of the ids that it must give.
 
-transformers rebuilds a tokenizer out of parts of tokenizer.json, by the class that tokenizer_config.json names; what that
-class does not know of (a normalizer, a pre-tokenizer, a decoder) is lost, and spaces and bytes with it. So the checkpoint's
-own file is what the artifact gets, and the library that defines the file's format is what the artifact is compared with:
-`tokenizers` for tokenizer.json, `sentencepiece` for tokenizer.model. What transformers makes of the same folder is compared
-too, and a difference is told.
+transformers rebuilds a tokenizer out of parts of tokenizer.json, by the class that tokenizer_config.json names; a part
+that this class does not know (a normalizer, a pre-tokenizer, a decoder) is lost, and spaces and bytes with it. So the
+artifact gets the checkpoint's own file, and is compared with the library that defines the file's format: `tokenizers`
+for tokenizer.json, `sentencepiece` for tokenizer.model. The result is also compared with transformers' tokenizer of the
+same folder, and a difference is reported.
 
-Of the files beside it two things are laid over tokenizer.json: tokens that it lacks, of tokenizer_config.json's
-`added_tokens_decoder` and those that this, special_tokens_map.json or added_tokens.json name and transformers has an id for; and
-which tokens are special, as an end of text that is not would be read by users. Flags of a token that the file has are the
-file's. `add_bos_token` and `add_eos_token` are not followed beside a tokenizer.json: its post-processor says what is written
-around a text. transformers 5 reads them so; 4 followed the switches with Llama's classes, hence a warning where the two
-contradict each other.
+Two things from the files beside it are merged into tokenizer.json. First, tokens that it lacks: those of
+tokenizer_config.json's `added_tokens_decoder`, and those that this file, special_tokens_map.json or added_tokens.json
+name and for which transformers has an id. Second, which tokens are special, because users would read an end-of-text
+token that is not. The flags of a token that tokenizer.json has are kept. `add_bos_token` and `add_eos_token` are not
+followed beside a tokenizer.json: its post-processor says what is written around a text. transformers 5 does the same;
+transformers 4 followed these switches with Llama's classes, so a warning is given where switch and post-processor
+contradict.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from inferc.frontend.trace import torch_export as trace
 log = logging.getLogger(__name__)
 
 TOKENIZER_JSON = "tokenizer.json"
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # attributes of an added token
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """A checkpoint's tokenizer and its oracle.
+    """A checkpoint's tokenizer and its oracle, which says what ids it must give.
 
-    tokenizer      the artifact's
+    tokenizer      the artifact's tokenizer
     theirs         transformers' object: it has the template, and the names of special tokens
-    origin         what the tokenizer was made from, as messages call it
+    origin         the name, in messages, of what the tokenizer was made from
     encode, decode the oracle: the ids of a text with BOS and EOS, and the text of such ids without special tokens
-    is_converted   from a file of another kind, of which tokenizer.json may not be able to say all
+    is_converted   whether it is made from a file of another kind, which tokenizer.json may not fully express
     file           the tokenizer of the file that an object in memory was read from
     """
 
@@ -59,7 +60,7 @@ class TokenizerSource:
 
 
 class WithIds:
-    """transformers' tokenizer for templates and names, with the ids that the artifact's tokenizer gives."""
+    """A transformers tokenizer, for its templates and names, that gives the ids of the artifact's tokenizer."""
 
     def __init__(self, source: TokenizerSource) -> None:
         self._source = source
@@ -75,7 +76,7 @@ class WithIds:
 
 
 def from_folder(folder: Path) -> TokenizerSource:
-    """The tokenizer of a Hugging Face folder: of its tokenizer.json, else what transformers converts.
+    """Return the tokenizer of a Hugging Face folder, from its tokenizer.json or else converted by transformers.
 
     Raises ConfigError for files that cannot be read, UnsupportedError for a tokenizer without a tokenizer.json form.
     """
@@ -89,8 +90,8 @@ def from_folder(folder: Path) -> TokenizerSource:
         return source
     name, processor = found
     tokenizer = source.tokenizer
-    # By `legacy: false` a space is put before the text alone, and not before what follows a special token as well.
-    # tokenizer.json cannot say that and keep all leading spaces too, and conversations need the former.
+    # With `legacy: false` a space is put only before the text, and not also before the text after a special token.
+    # tokenizer.json cannot express that and also keep all leading spaces, and conversations need the former.
     if config.get("legacy") is not False:
         tokenizer = sentencepiece_file.convert(tokenizer, processor)
     begin, end = _affixes(tokenizer)
@@ -107,7 +108,7 @@ def from_folder(folder: Path) -> TokenizerSource:
 
 
 def from_object(theirs: Any, where: str) -> TokenizerSource:
-    """The tokenizer of a transformers object in memory, which is then all there is to say what it must give."""
+    """Return the tokenizer of a transformers object in memory, which is then its own oracle."""
     backend = getattr(theirs, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise UnsupportedError(
@@ -125,7 +126,7 @@ def from_object(theirs: Any, where: str) -> TokenizerSource:
 
 
 def _from_file(path: Path, theirs: Any, config: Mapping[str, Any]) -> TokenizerSource:
-    """The tokenizer of a tokenizer.json, with what tokenizer_config.json says of added tokens."""
+    """Return the tokenizer of a tokenizer.json, merged with what tokenizer_config.json says of added tokens."""
     oracle = _read_file(path)
     _lay_over(oracle, theirs, config, path.parent)
     _warn_of_switches(oracle, theirs, config, str(path.parent))
@@ -139,14 +140,14 @@ def _from_file(path: Path, theirs: Any, config: Mapping[str, Any]) -> TokenizerS
 
 
 def _file_of(theirs: Any) -> Tokenizer | None:
-    """The tokenizer of the tokenizer.json that an object in memory says it was read from, if it can be read."""
+    """Return the tokenizer of the tokenizer.json that an object in memory was read from, or None if unreadable."""
     folder = getattr(theirs, "name_or_path", None)
     path = Path(folder) / TOKENIZER_JSON if isinstance(folder, str) and folder else None
     if path is None or not path.is_file():
         return None
     try:
         return _from_file(path, theirs, _read_config(path.parent / "tokenizer_config.json")).tokenizer
-    except (ConfigError, ValueError, OSError):  # what is compiled is the object: its file may be anything
+    except (ConfigError, ValueError, OSError):  # the object is compiled, so its file may be in any state
         return None
 
 
@@ -161,20 +162,20 @@ def _load(folder: Path, config: Mapping[str, Any]) -> Any:
         named = f"tokenizer_config.json names the class {own} of the checkpoint's own code, which is not run"
         if not (folder / TOKENIZER_JSON).is_file():
             raise ConfigError(
-                f"{folder}: {named}, and there is no {TOKENIZER_JSON}; save one with that class, or, if a class of transformers"
-                " reads the same files, name it as tokenizer_class and delete auto_map"
+                f"{folder}: {named}, and there is no {TOKENIZER_JSON}; save one with that class, or, if a class of"
+                " transformers reads the same files, name it as tokenizer_class and delete auto_map"
             )
         log.warning("%s: %s; its %s is followed as it is", folder, named, TOKENIZER_JSON)
         kind = PreTrainedTokenizerFast
     try:
         with trace.quiet():
             return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a tokenizer class raises whatever its parsers raise
+    except Exception as error:  # a tokenizer class may raise anything
         raise _unreadable(folder, error) from error
 
 
 def _class_of_its_own(config: Mapping[str, Any]) -> str:
-    """The tokenizer class for which a checkpoint brings code; else empty."""
+    """Return the tokenizer class for which a checkpoint brings its own code, or "" without one."""
     found = config.get("auto_map")
     classes = found.get("AutoTokenizer") if isinstance(found, dict) else found
     named = [each for each in (classes if isinstance(classes, list) else [classes]) if isinstance(each, str)]
@@ -184,7 +185,7 @@ def _class_of_its_own(config: Mapping[str, Any]) -> str:
 def _read_file(path: Path) -> Tokenizer:
     try:
         found = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the tokenizers library raises bare Exception for what it cannot parse
+    except Exception as error:  # the tokenizers library raises bare Exception for files that it cannot parse
         raise _unreadable(path.parent, error) from error
     found.no_truncation()
     found.no_padding()
@@ -202,7 +203,10 @@ def _unreadable(folder: Path, error: Exception) -> ConfigError:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    """What tokenizer_config.json, or another file beside the tokenizer, says; nothing where it is not there. Raises ConfigError."""
+    """Return the fields of tokenizer_config.json or of another JSON file beside the tokenizer; empty without it.
+
+    Raises ConfigError if the file is not a JSON object.
+    """
     if not path.is_file():
         return {}
     try:
@@ -221,7 +225,7 @@ def _damaged(path: Path, why: str) -> ConfigError:
 
 
 def _portable(tokenizer: Tokenizer) -> Tokenizer:
-    """A twin, free of the truncation and padding that somebody's last training run left in it."""
+    """Return a copy without the truncation and padding that a training run may have left in a tokenizer."""
     twin = Tokenizer.from_str(tokenizer.to_str())
     twin.no_truncation()
     twin.no_padding()
@@ -232,9 +236,10 @@ def _portable(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _lay_over(tokenizer: Tokenizer, theirs: Any, config: Mapping[str, Any], folder: Path) -> None:
-    """Add the tokens that files beside tokenizer.json have alone, and mark those as special that they or transformers have as such.
+    """Add the tokens that only files beside tokenizer.json have, and mark special tokens as such.
 
-    A token that cannot have the id that it has there is left out, with a warning: the file decides on ids.
+    Special are the tokens that these files or transformers treat so. A token whose id in tokenizer.json would differ
+    from the id in those files is left out with a warning, because tokenizer.json decides on ids.
     """
     declared = _declared(tokenizer, theirs, config, folder)
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -251,8 +256,8 @@ def _lay_over(tokenizer: Tokenizer, theirs: Any, config: Mapping[str, Any], fold
     tokenizer.add_tokens(tokens)
     if left_out:
         log.warning(
-            "%s: files beside %s have %d added tokens that it has not, or under other ids (%s): left out; correct the one that"
-            " is wrong",
+            "%s: files beside %s have %d added tokens that it has not, or under other ids (%s): left out; correct the"
+            " one that is wrong",
             folder,
             TOKENIZER_JSON,
             len(left_out),
@@ -268,10 +273,11 @@ def _lay_over(tokenizer: Tokenizer, theirs: Any, config: Mapping[str, Any], fold
 def _declared(
     tokenizer: Tokenizer, theirs: Any, config: Mapping[str, Any], folder: Path
 ) -> list[tuple[int, Mapping[str, Any]]]:
-    """The added tokens of files beside tokenizer.json, by id: all of `added_tokens_decoder`, and of those that are only named
-    the ones that tokenizer.json lacks, under the ids that transformers gives them.
+    """Return the added tokens of files beside tokenizer.json, sorted by id.
 
-    Not what transformers' class has by default: `<s>` in a vocabulary of bytes is text.
+    These are all of `added_tokens_decoder`, and tokens that are only named and that tokenizer.json lacks, under the ids
+    that transformers gives them. Defaults of transformers' class are not among them: `<s>` in a vocabulary of bytes is
+    text.
     """
     declared = {int(key): value for key, value in (config.get("added_tokens_decoder") or {}).items()}
     named = _texts_of(config) | _texts_of(_read_config(folder / "special_tokens_map.json"))
@@ -285,7 +291,7 @@ def _declared(
 
 
 def _texts_of(config: Mapping[str, Any]) -> set[str]:
-    """The special tokens that tokenizer_config.json or special_tokens_map.json name, whatever for."""
+    """Return the special tokens that tokenizer_config.json or special_tokens_map.json name for any purpose."""
     values = [config.get(name) for name in NAMED]
     for name in ("additional_special_tokens", "extra_special_tokens"):
         more = config.get(name) or ()
@@ -295,7 +301,7 @@ def _texts_of(config: Mapping[str, Any]) -> set[str]:
 
 
 def _special_tokens(tokenizer: Tokenizer, names: set[str]) -> list[AddedToken]:
-    """Those of `names` that the tokenizer has in its vocabulary, and not as special tokens yet, as such."""
+    """Return, as special tokens, those of `names` that the tokenizer's vocabulary has but does not yet mark special."""
     added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     tokens = []
     for content in sorted(names):
@@ -309,7 +315,7 @@ def _special_tokens(tokenizer: Tokenizer, names: set[str]) -> list[AddedToken]:
 
 
 def _next_id(tokenizer: Tokenizer) -> int:
-    """The id that the library gives to the next token that is added."""
+    """Return the id that the library gives to the next token that is added."""
     size = tokenizer.get_vocab_size(with_added_tokens=False)
     return max([size, *(token_id + 1 for token_id in tokenizer.get_added_tokens_decoder())])
 
@@ -318,7 +324,7 @@ def _next_id(tokenizer: Tokenizer) -> int:
 
 
 def _affixes(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer's post-processor writes before and behind a text."""
+    """Return the ids that a tokenizer's post-processor writes before and after a text."""
     whole = tokenizer.encode("a")
     marks = whole.special_tokens_mask
     first = marks.index(0) if 0 in marks else len(marks)
@@ -327,13 +333,16 @@ def _affixes(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _warn_of_no_bos(processor: Any, config: Mapping[str, Any], name: str, folder: Path) -> None:
-    """Say that a sentencepiece model's BOS is not written where nobody says whether it is to be: transformers 4 wrote it."""
+    """Warn that a sentencepiece model's BOS is not written if no file says whether it should be.
+
+    transformers 4 wrote it.
+    """
     bos = int(processor.bos_id())
     if bos >= 0 and config.get("add_bos_token") is None:
         log.warning(
-            "%s: %s has the BOS token %r, tokenizer_config.json no add_bos_token, and no BOS is written, as by transformers 5; 4"
-            " wrote it with Llama's and Gemma's classes: if the model was trained with it, set add_bos_token to true in"
-            " tokenizer_config.json",
+            "%s: %s has the BOS token %r, tokenizer_config.json no add_bos_token, and no BOS is written, as by"
+            " transformers 5; 4 wrote it with Llama's and Gemma's classes: if the model was trained with it, set"
+            " add_bos_token to true in tokenizer_config.json",
             folder,
             name,
             processor.id_to_piece(bos),
@@ -341,14 +350,22 @@ def _warn_of_no_bos(processor: Any, config: Mapping[str, Any], name: str, folder
 
 
 def _warn_of_switches(tokenizer: Tokenizer, theirs: Any, config: Mapping[str, Any], where: str) -> None:
-    """Say where tokenizer_config.json switches BOS or EOS otherwise than the file's post-processor, which is followed."""
+    """Warn where tokenizer_config.json switches BOS or EOS otherwise than the file's post-processor.
+
+    The post-processor is followed.
+    """
     for switch, name, ids in zip(("add_bos_token", "add_eos_token"), NAMED, _affixes(tokenizer), strict=False):
         is_wanted, token = config.get(switch), getattr(theirs, name, None)
         token_id = None if token is None else tokenizer.token_to_id(str(token))
         if isinstance(is_wanted, bool) and is_wanted != (token_id in ids):
             log.warning(
-                "%s: tokenizer_config.json says %s %s, and %s %s %s, which is followed, as transformers 5 does; if the switch"
-                " is right, correct the post_processor in %s",
-                *(where, switch, json.dumps(is_wanted), TOKENIZER_JSON, "adds no" if is_wanted else "adds"),
-                *(name if token is None else repr(str(token)), TOKENIZER_JSON),
+                "%s: tokenizer_config.json says %s %s, and %s %s %s, which is followed, as transformers 5 does; if the"
+                " switch is right, correct the post_processor in %s",
+                where,
+                switch,
+                json.dumps(is_wanted),
+                TOKENIZER_JSON,
+                "adds no" if is_wanted else "adds",
+                name if token is None else repr(str(token)),
+                TOKENIZER_JSON,
             )

@@ -1,1 +1,1 @@
-"""Model code under torch.export: what is caught at module level, and what a trace would get wrong."""
+"""The tracing of model code by torch.export, with the parts caught at module level that a trace would get wrong."""

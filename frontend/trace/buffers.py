@@ -1,4 +1,4 @@
-"""Buffers that no checkpoint stores, rope's frequencies above all: what transformers makes them when it loads a model."""
+"""The values of buffers that no checkpoint stores, such as rope's frequencies, as transformers computes them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from inferc.frontend.trace import torch_export as trace
 
 
 def unsaved_buffers(module: Any) -> list[str]:
-    """The names of a module's buffers that no checkpoint stores."""
+    """Return the names of a module's buffers that no checkpoint stores."""
     return sorted(name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None)
 
 
 def initial_buffers(model: Any, path: str) -> dict[str, Tensor]:
-    """The values that transformers gives the unsaved buffers of a submodule, on the CPU; without those that it computes none for.
+    """Return the values on the CPU that transformers gives the unsaved buffers of a submodule.
 
-    They are made by the `_init_weights` of the model that the submodule belongs to, which runs after loading, too.
+    Buffers for which it computes no value are absent. The values come from `_init_weights` of the model that the
+    submodule belongs to, which transformers also runs after loading.
     """
     module = model.get_submodule(path)
     names = unsaved_buffers(module)
@@ -33,7 +34,7 @@ def initial_buffers(model: Any, path: str) -> dict[str, Tensor]:
         twin._buffers[name] = torch.full(old.shape, empty, dtype=old.dtype)
     before = {name: value.clone() for name, value in twin._buffers.items()}
     with trace.quiet(), torch.no_grad():
-        _owner(model, path)._init_weights(twin)  # its parameters too, which are on the meta device
+        _owner(model, path)._init_weights(twin)  # it also sets the parameters, which are on the meta device
     return {
         name: value
         for name, value in twin._buffers.items()
@@ -42,7 +43,7 @@ def initial_buffers(model: Any, path: str) -> dict[str, Tensor]:
 
 
 def _owner(model: Any, path: str) -> Any:
-    """The innermost transformers model around a module: the one whose `_init_weights` knows it."""
+    """Return the innermost transformers model around a module, whose `_init_weights` knows the module."""
     parts = path.split(".")
     around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
     return next((each for each in around if hasattr(each, "_init_weights")), model)

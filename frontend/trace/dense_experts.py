@@ -1,7 +1,8 @@
-"""Experts that run on every token, and weigh those that were not chosen by 0 (Llama 4), caught at module level.
+"""The replacement of experts that run on every token, with weight 0 for those not chosen (Llama 4), at module level.
 
-Such a block scales each expert's input by the sigmoid of the router's logit where it was chosen, and by 0 elsewhere; an
-expert without biases then gives 0. So only the chosen ones need to run: one `inferc.moe_experts` whose weights scale inputs.
+Such a block scales each expert's input by the sigmoid of the router's logit if the expert was chosen, and by 0
+otherwise; an expert without biases then gives 0. So only the chosen experts need to run: one `inferc.moe_experts` whose
+weights scale inputs.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ PARTS = ("router", "experts", "shared_expert")
 
 
 def use(model: Any) -> None:
-    """Replace the forward pass of every such block of `model`."""
+    """Replace the forward pass of every block of dense experts in `model`."""
     for module in model.modules():
         if is_dense(module):
             module.forward = types.MethodType(_forward, module)
 
 
 def is_dense(module: Any) -> bool:
-    """Whether a block's experts take the tokens alone, already scaled: what it is made of, not what it is called."""
+    """Tell by its parts, not by its name, whether a block's experts take only the tokens, already scaled."""
     parts: list[Any] = [getattr(module, name, None) for name in PARTS]
     if any(part is None for part in parts):
         return False

@@ -1,9 +1,9 @@
-"""Attention that a model's own code computes, found by what it computes and replaced by `inferc.attention`.
+"""The capture of attention that a model's own code computes: it is found by its results, not by its ops.
 
-Between the product of queries and keys and that with the values, anything may stand that makes of scores s the
-probabilities softmax(scale * s + slope * (key - query)), with 0 for the keys that a mask hides: which ops do it, in which
-order and shape, is no matter. So that part of the graph is run on random scores of a few tokens, and what comes out says
-which scale, slopes and mask it has, or that it is something else.
+Between the product of queries and keys and the product with the values, any ops may stand that turn scores s into the
+probabilities softmax(scale * s + slope * (key - query)), with 0 for the keys that a mask hides; which ops, in which
+order and shape, does not matter. So this part of the graph is run on random scores of a few tokens, and the result
+tells its scale, slopes and mask, or that it is something else. What is found is replaced by `inferc.attention`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ aten, inferc, frontend = torch.ops.aten, torch.ops.inferc, torch.ops.frontend
 PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default)
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default, aten.alias.default)
-TRIED = 13  # tokens that are tried; no size of a model, and more than windows that stand for larger ones
+TRIED = 13  # tokens that are tried: no size of a model, and more than the small windows that replace larger ones
 TOLERANCE = 1e-6
-LOWEST = 1e4  # what is this much lower than others is hidden, and no position
-# Ops that take a position and a number.
+LOWEST = 1e4  # a score lower than others by this much is hidden, and a literal this large is no position
+# Ops that may combine a position with a number.
 ARITHMETIC = frozenset(
     [
         "add",
@@ -60,13 +60,13 @@ _Kind = tuple[str, int]
 
 
 class _Other(Exception):
-    """Why a softmax is not the attention that inferc.attention has."""
+    """The error that a softmax is not an attention that `inferc.attention` can compute; its text is the reason."""
 
 
 def capture_eager_attention(program: Program) -> int:
-    """Replace every attention spelled out in `program`, and return how many there were.
+    """Replace every attention that is spelled out in `program`, and return how many there were.
 
-    Raises ExportError, with the reason, where a mask is left that is part of something else.
+    Raises ExportError, with the reason, if a mask is left that is part of something else.
     """
     if not any(node.target in SOFTMAX for node in program.graph.nodes):
         return 0
@@ -94,7 +94,7 @@ def capture_eager_attention(program: Program) -> int:
 
 @dataclass
 class _Attention:
-    """An attention as found: `node` is the product with the values."""
+    """An attention that was found in a graph; `node` is its product with the values."""
 
     node: fx.Node
     q: fx.Node
@@ -107,7 +107,7 @@ class _Attention:
 
 
 def _dependent(program: Program) -> set[fx.Node]:
-    """The values that depend on tokens or weights, and not on the number of tokens alone."""
+    """Return the values that depend on tokens or weights, and not only on the number of tokens."""
     found: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op == "get_attr":
@@ -121,24 +121,24 @@ def _dependent(program: Program) -> set[fx.Node]:
 
 
 def _is_square(node: Any, tokens: Any) -> bool:
-    """Whether a value's last two axes are queries and keys."""
+    """Tell whether a value's last two axes are queries and keys."""
     shape: Any = node.meta["val"].shape if isinstance(node, fx.Node) else ()
     return len(shape) > 2 and str(shape[-1]) == str(shape[-2]) == str(tokens)
 
 
 @dataclass
 class _Region:
-    """What lies between the product of queries and keys, and `node`, that of probabilities and values."""
+    """The nodes between the product of queries and keys, and `node`, the product of probabilities and values."""
 
     program: Program
     node: fx.Node
     tokens: Any
     dependent: set[fx.Node]
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    kinds: dict[_Kind, _Kind] = field(default_factory=dict)  # a mask as it is tried -> as it is
+    kinds: dict[_Kind, _Kind] = field(default_factory=dict)  # a mask as it is tried -> the mask of the model
 
     def attention(self) -> _Attention:
-        """The attention that it is. Raises _Other."""
+        """Return the attention that the region computes; raise _Other if it is none."""
         product, softmax = self._ends()
         shape = tuple(self._size(size) for size in product.meta["val"].shape)
         generator = torch.Generator().manual_seed(0)
@@ -149,9 +149,7 @@ class _Region:
             raise _Other(f"its scores are {list(bias.shape)}, of products {list(shape)}")
         scores = scores.view(bias.shape)
         mask, seen = self._mask(bias)
-        scale = float(
-            f"{float((found - bias)[:, seen].div(scores[:, seen]).median()):.12g}"
-        )  # without the last roundings
+        scale = float(f"{float((found - bias)[:, seen].div(scores[:, seen]).median()):.12g}")  # drops rounding errors
         slopes = self._slopes(bias, seen)
         distance = torch.arange(TRIED) - torch.arange(TRIED)[:, None]
         expected = scale * scores + slopes[:, None, None] * distance
@@ -166,7 +164,7 @@ class _Region:
         return _Attention(self.node, q, k, v, is_turned, scale, mask, alibi)
 
     def _ends(self) -> tuple[fx.Node, fx.Node]:
-        """The product of queries and keys, and the softmax behind it."""
+        """Return the product of queries and keys, and the softmax after it."""
         todo, seen = [self.node.args[0]], set()
         products, softmaxes = [], []
         while todo:
@@ -176,7 +174,8 @@ class _Region:
             seen.add(node)
             if node.target in PRODUCTS and _is_square(node, self.tokens):
                 products.append(node)
-                # What a product is added to, as everything else, depends on the number of tokens alone.
+                # The tensor that baddbmm adds to a product must, like everything else, depend only on the number of
+                # tokens.
                 todo += node.args[:1] if node.target == aten.baddbmm.default else []
             elif node.op != "call_function" or not _is_square(node, self.tokens):
                 raise _Other(f"its scores depend on {name_of(node)} too")
@@ -188,8 +187,8 @@ class _Region:
         return products[0], softmaxes[0]
 
     def _mask(self, bias: Tensor) -> tuple[_Kind, Tensor]:
-        """The mask that hides what is hidden, and the pairs of query and key that are seen: to any degree."""
-        # A probability is 0 of what is 1e4 lower than others, which in 16 bits is all that a mask can take away.
+        """Return the mask, and which pairs of query and key it leaves visible to any degree."""
+        # A key whose score is lower than others by 1e4 has probability 0; 16-bit masks can subtract no more than that.
         of_heads = bias.softmax(-1) > 0
         seen, rows = of_heads[0], torch.arange(TRIED)
         for tried, real in {("causal", 0): ("causal", 0), **self.kinds}.items():
@@ -198,7 +197,7 @@ class _Region:
         raise _Other("its mask is not causal, sliding or chunked")
 
     def _slopes(self, bias: Tensor, seen: Tensor) -> Tensor:
-        """What each head adds for each position that a key lies further on: of neighbours, if it is that at all."""
+        """Return the slope of each head: its bias per position of distance; raise _Other if that is not linear."""
         added = bias - bias.diagonal(dim1=1, dim2=2)[:, :, None]
         slopes = -added[:, 1, 0].where(added[:, 1, 0].abs() > TOLERANCE**2, 0.0)
         distance = torch.arange(TRIED) - torch.arange(TRIED)[:, None]
@@ -213,7 +212,7 @@ class _Region:
     # ------------------------------------------------------------------------------------- running it
 
     def _run(self, node: Any, product: fx.Node, scores: Tensor) -> Any:
-        """The value of `node` for some `scores`, in float64 where the model's is float32 or its own dtype."""
+        """Compute the value of `node` for some `scores`, in float64 where the model has float32 or its own dtype."""
         values: dict[fx.Node, Any] = {}
 
         def value(each: fx.Node) -> Any:
@@ -249,7 +248,7 @@ class _Region:
         return total
 
     def _widened(self, arg: Any) -> Any:
-        """The arguments with wide dtypes, sizes as numbers."""
+        """Return the arguments with float64 in place of narrow dtypes, and with sizes as numbers."""
         if isinstance(arg, (list, tuple)):
             return type(arg)(self._widened(each) for each in arg)
         if isinstance(arg, dict):
@@ -260,7 +259,7 @@ class _Region:
         return torch.float64 if isinstance(arg, torch.dtype) and arg.is_floating_point and arg in narrow else arg
 
     def _constant(self, value: Tensor | None) -> Tensor:
-        """A constant's value; a mask over all positions is tried as one with a small window."""
+        """Return a constant's value; a mask over all positions is replaced by one with a small window."""
         assert value is not None
         value = value.double() if value.is_floating_point() else value
         size = value.shape[-1]
@@ -273,7 +272,7 @@ class _Region:
         return visible(rows, rows, *self._stand_in(*kind)).to(value.dtype).view(value.shape)
 
     def _stand_in(self, kind: str, window: int) -> _Kind:
-        """The mask that is tried instead: its window is small, and another for each window."""
+        """Return the mask that is tried instead of this one: its window is small, and differs for each window."""
         real = (kind, window)
         tried = next((each for each, known in self.kinds.items() if known == real), None)
         if tried is None:
@@ -290,8 +289,11 @@ class _Region:
 
 
 def _check_literals(node: fx.Node) -> None:
-    """Raise _Other for arithmetic on positions with a number that so few of them do not show: a window, or where a bias ends."""
-    if op_name(node).rstrip("_") not in ARITHMETIC:  # in place or not
+    """Raise _Other for arithmetic on positions with a number too large to show in TRIED positions.
+
+    Such a number may be a window, or the distance at which a bias ends.
+    """
+    if op_name(node).rstrip("_") not in ARITHMETIC:  # the name of an in-place op ends in _
         return
     for arg in (*node.args, *node.kwargs.values()):
         if isinstance(arg, (int, float)) and TRIED - 1 <= abs(arg) < LOWEST:
@@ -307,7 +309,7 @@ def _dtype(program: Program) -> torch.dtype:
 
 
 def _kind_of(mask: Tensor) -> _Kind | None:
-    """The mask that a matrix of zeros and ones over all positions is; None for another matrix."""
+    """Return the mask that a matrix of zeros and ones over all positions is, or None for another matrix."""
     seen, rows = mask != 0, torch.arange(len(mask))
     if not torch.equal(seen.to(mask.dtype), mask):
         return None
@@ -322,9 +324,9 @@ def _kind_of(mask: Tensor) -> _Kind | None:
 
 
 def _heads(node: fx.Node, transposed: bool = False) -> tuple[fx.Node, bool]:
-    """The [1, heads, T, head_dim] that an operand of a product is a view of, without casts and repeated heads.
+    """Return the [1, heads, T, head_dim] that an operand of a product is a view of, and whether it is still transposed.
 
-    transposed: of its last two axes; whether they still are comes with it.
+    Casts and the repetition of heads are left out. transposed: whether the operand's last two axes are swapped.
     """
     while True:
         shape = node.meta["val"].shape
@@ -356,7 +358,7 @@ def _swaps_last(node: fx.Node) -> bool:
 
 
 def _regroups(source: fx.Node, node: fx.Node) -> bool:
-    """Whether a view differs in axes of one element only, or in how batch and heads are counted."""
+    """Tell whether a view only differs in axes of size 1, or in how batch and heads are counted."""
     if node.target not in VIEWS:
         return False
     one, other = (list(map(str, each.meta["val"].shape)) for each in (source, node))
@@ -368,7 +370,7 @@ def _count(node: fx.Node) -> int:
 
 
 def _repeats(source: fx.Node, node: fx.Node) -> bool:
-    """Whether an expand widens the heads of [1, 1, T, head_dim], or nothing."""
+    """Tell whether an expand widens only the heads of [1, 1, T, head_dim], or nothing."""
     if node.target != aten.expand.default:
         return False
     one, other = (list(map(str, each.meta["val"].shape[-2:])) for each in (source, node))
@@ -376,7 +378,7 @@ def _repeats(source: fx.Node, node: fx.Node) -> bool:
 
 
 def _before_repeat(node: fx.Node) -> fx.Node | None:
-    """The K or V of few heads that was repeated for each query head of a group."""
+    """Return the K or V with few heads that was repeated for each query head of a group, or None."""
     steps = []
     for target in (VIEWS, (aten.expand.default,), (aten.unsqueeze.default,)):
         if isinstance(node, fx.Node) and node.target == aten.clone.default:
@@ -393,7 +395,7 @@ def _before_repeat(node: fx.Node) -> fx.Node | None:
 
 
 def _replace(program: Program, found: _Attention) -> None:
-    """`inferc.attention` in place of what was found, in the shape of the product with the values."""
+    """Replace the attention that was found by `inferc.attention`, in the shape of the product with the values."""
     old = found.node
     dtype = old.meta["val"].dtype
     base = name_of(old).rpartition(".")[0]
@@ -416,7 +418,7 @@ def _replace(program: Program, found: _Attention) -> None:
 
 
 def _slopes_weight(program: Program, slopes: Tensor, before: fx.Node) -> fx.Node:
-    """The weight of these slopes, of which all layers have the same."""
+    """Return the weight of these slopes, which all layers with equal slopes share."""
     weight = weight_lib.constant(slopes)
     name = next((name for name, known in program.weights.items() if known == weight), None)
     name = name or f"alibi_slopes{'' if 'alibi_slopes' not in program.weights else len(program.weights)}"

@@ -1,8 +1,8 @@
-"""Attention, masks and experts, caught through transformers' own extension points.
+"""The capture of attention, masks and experts through transformers' own extension points.
 
 While a model is traced, its attention function emits one `inferc.attention` and its experts function one
-`inferc.moe_experts`; its mask function makes no tensor but describes the mask, and the description travels through the
-model's code to the attention function untouched (masks.py says what else may become of it).
+`inferc.moe_experts`. Its mask function makes no tensor but a description of the mask, which the model's code hands to
+the attention function unchanged (masks.py handles code that does something else with it).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inferc.ir.ops.experts import ACTIVATIONS, activated
 
 NAME = "inferc"
 
-# Arguments that change no number here: what they say is in the mask or in the graph, or is about training or output.
+# Arguments that change no value here: the mask or the graph has what they say, or they concern training or output.
 SILENT_ARGUMENTS = {
     "cache_position",
     "cu_seq_lens_k",
@@ -57,14 +57,14 @@ def register() -> None:
 
 
 def use(model: Any) -> None:
-    """Switch every part of `model` to the implementations above."""
+    """Switch every part of `model` to the attention, mask and experts functions of this module."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = NAME
             config._experts_implementation = NAME
         if hasattr(module, "_apply_gate") and getattr(module, "has_gate", True):
-            module._inferc_gate = gate_of(module)  # here, as numbers cannot be compared while a model is traced
+            module._inferc_gate = gate_of(module)  # computed before the trace, in which numbers cannot be compared
 
 
 def attention(
@@ -79,7 +79,7 @@ def attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: see `inferc.attention` for the shapes."""
+    """Emit attention as transformers' attention function; see `inferc.attention` for the shapes."""
     where = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
     if not isinstance(attention_mask, Mask):
         raise UnsupportedError(
@@ -108,7 +108,7 @@ def describe_mask(
     config: Any = None,
     **_others: Any,
 ) -> Mask:
-    """transformers' mask function: describes instead of making a tensor."""
+    """Describe the mask, as transformers' mask function, instead of making a tensor."""
     windows: dict[str, int] = {}
     causal = _walk(mask_function, windows, config)
     if not causal or len(windows) > 1:
@@ -118,7 +118,10 @@ def describe_mask(
 
 
 def _walk(function: Callable[..., Any], windows: dict[str, int], config: Any) -> bool:
-    """Whether `function` is causal, by the closures of masking_utils it is made of; notes its windows."""
+    """Tell whether `function` is causal, and put its windows into `windows`.
+
+    It is judged by the closures of masking_utils that it is made of.
+    """
     name = _name(function)
     closure = inspect.getclosurevars(function).nonlocals
     if name == "causal_mask_function":
@@ -133,7 +136,7 @@ def _walk(function: Callable[..., Any], windows: dict[str, int], config: Any) ->
         windows["chunked"] = int(closure["chunk_size"])
         return False
     if name == "packed_sequence_mask_function.<locals>.inner_mask":
-        return False  # several sequences in one row of the batch: a traced row is one sequence
+        return False  # it separates several sequences in one row of the batch; a traced row is one sequence
     if name in (
         "remap_positions_for_packed_sequence.<locals>.inner_mask",
         "add_offsets_to_mask_function.<locals>.inner_mask",
@@ -143,7 +146,7 @@ def _walk(function: Callable[..., Any], windows: dict[str, int], config: Any) ->
 
 
 def _other_mask(name: str, config: Any) -> str:
-    """What a mask is that is made with transformers' function `name`, and which field of the config asks for it."""
+    """Return what a mask made with transformers' function `name` is, and which field of the config asks for it."""
     is_bidirectional = "bidirectional" in name
     values = {each: getattr(config, each, None) for each in ("use_bidirectional_attention", "is_causal", "is_decoder")}
     field = None
@@ -167,7 +170,10 @@ def _describe(mask: Any) -> str:
 
 
 def experts(module: Any, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, *others: Any) -> Tensor:
-    """transformers' experts function: hidden [num_tokens, hidden_size]; ids and weights [num_tokens, top_k]."""
+    """Emit experts as transformers' experts function.
+
+    hidden is [num_tokens, hidden_size]; ids and weights are [num_tokens, top_k].
+    """
     where = type(module).__name__
     for found, what in (
         (bool(others), "more arguments than ids and weights"),
@@ -191,14 +197,14 @@ def experts(module: Any, hidden: Tensor, expert_ids: Tensor, expert_weights: Ten
 
 
 def _gate_rows_first(weight: Tensor) -> Tensor:
-    """[num_experts, 2 * size, …] with gate and up rows in turn -> gate rows, then up rows."""
+    """Reorder [num_experts, 2 * size, …] from alternating gate and up rows to all gate rows, then all up rows."""
     num_experts, rows, *rest = weight.shape
     return weight.view(num_experts, rows // 2, 2, *rest).transpose(1, 2).reshape(num_experts, rows, *rest)
 
 
 @dataclass(frozen=True)
 class Gate:
-    """How experts make one activation of gate and up: the arguments of `inferc.moe_experts`, and the rows' order."""
+    """The activation of gate and up in experts: the arguments of `inferc.moe_experts`, and the order of the rows."""
 
     activation: str
     alpha: float
@@ -207,7 +213,7 @@ class Gate:
 
 
 def gate_of(module: Any) -> Gate:
-    """Which of the gates that inferc.moe_experts has is the module's, found by running both on a few numbers."""
+    """Find which gate of inferc.moe_experts a module has, by running both on a few numbers."""
     alpha = float(getattr(module, "alpha", None) or getattr(module, "swiglu_alpha", None) or 1.0)
     limit = float(getattr(module, "limit", 0.0) or 0.0)
     gate_up = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * 4

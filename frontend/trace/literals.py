@@ -1,4 +1,4 @@
-"""Numbers that model code makes tensors of, kept while it is traced on the meta device, where tensors have no values."""
+"""A torch mode that keeps numbers which model code makes tensors of, while it is traced on the meta device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-MOST = 256  # numbers of a list that are written into the graph one by one
+MOST = 256  # the most numbers of a list that are written into the graph one by one
 
 
 class Literals(TorchFunctionMode):
-    """While it is active, `torch.tensor(numbers, device="meta")` is a computation in the graph and not a lost constant."""
+    """A mode in which `torch.tensor(numbers, device="meta")` is a computation in the graph.
+
+    Without it the numbers would be lost, because tensors on the meta device have no values.
+    """
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
@@ -31,7 +34,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def _filled(data: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor of a number, or of a list of numbers, made by ops; None for other data."""
+    """Return the tensor of a number, or of a list of numbers, made by ops; None for other data."""
     numbers = data if isinstance(data, (list, tuple)) else [data]
     if not 0 < len(numbers) <= MOST or not all(isinstance(each, (bool, int, float)) for each in numbers):
         return None

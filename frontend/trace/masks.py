@@ -1,8 +1,8 @@
-"""What transformers' mask function returns while a model is traced: a description, that can be computed with.
+"""The mask description that transformers' mask function returns while a model is traced, and its tensor form.
 
-Code that hands it to its attention function hands on the description. Code that adds it to scores, compares or slices it
-gets a tensor instead, made by the op `frontend.mask`, which stands in the captured graph for the mask as eager attention
-has it; `eager_attention` takes it out again.
+Code that passes the mask to its attention function passes the description. Code that adds it to scores, compares it or
+slices it gets a tensor instead, made by the op `frontend.mask`, which represents the mask of eager attention in the
+captured graph; `eager_attention` removes it again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _mask_fake(
     _mask_fake,
 )
 def mask(num_tokens: int, dtype: torch.dtype, kind: str, window: int, *, device: torch.device | None = None) -> Tensor:
-    """The mask of `num_tokens` tokens as eager attention adds it: [1, 1, T, T], 0 or the smallest number of `dtype`."""
+    """Return the mask of `num_tokens` tokens for eager attention: [1, 1, T, T], 0 or the smallest number of `dtype`."""
     rows = torch.arange(num_tokens, device=device)
     seen = visible(rows, rows, kind, window)
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
@@ -37,9 +37,10 @@ def mask(num_tokens: int, dtype: torch.dtype, kind: str, window: int, *, device:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees: "causal", "sliding" (the last `window`) or "chunked" (its chunk of `window`).
+    """A description of the keys that a query sees.
 
-    Whatever is done with it is done with `tensor()`, but to hand it on.
+    kind: "causal", "sliding" (the last `window` keys) or "chunked" (the query's chunk of `window` keys). Any use except
+    passing it on works on `tensor()`.
     """
 
     kind: str
@@ -49,7 +50,7 @@ class Mask:
     device: Any = None
 
     def tensor(self) -> Tensor:
-        """The mask as a tensor that model code may compute with."""
+        """Return the mask as a tensor that model code may compute with."""
         made: Tensor = torch.ops.frontend.mask.default(
             self.num_tokens, self.dtype, self.kind, self.window, device=self.device
         )
@@ -76,7 +77,7 @@ def _forward(name: str) -> Callable[..., Any]:
     return method
 
 
-_COMPARISONS = ("lt", "le", "gt", "ge", "ne")  # not eq, by which dataclasses are told apart
+_COMPARISONS = ("lt", "le", "gt", "ge", "ne")  # without eq, by which dataclasses are compared
 _ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "invert", "and", "or", "getitem")
 for _name in (*_COMPARISONS, *_ARITHMETIC):
     setattr(Mask, f"__{_name}__", _forward(f"__{_name}__"))

@@ -1,7 +1,7 @@
-"""Attention of packed q, k and v whose code repeats K and V for every query head before it rotates them (Falcon).
+"""The capture of attention with packed q, k and v whose code repeats K and V before it rotates them (Falcon).
 
-What it makes of one KV head is the same for all query heads of its group, so K and V are caught before they are repeated:
-the cache then holds a KV head once.
+The code repeats each KV head for all query heads of its group, and treats the copies the same. So K and V are taken
+before they are repeated, and the cache holds a KV head once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PARTS = ("query_key_value", "dense", "new_decoder_architecture", "multi_query", 
 
 
 def use(model: Any) -> None:
-    """Replace the forward pass of every such attention of `model`."""
+    """Replace the forward pass of every packed attention in `model`."""
     for module in model.modules():
         if all(hasattr(module, name) for name in PARTS):
             module.forward = types.MethodType(_forward, module)
@@ -40,7 +40,7 @@ def _forward(
         )
     heads, dim = self.num_heads, self.head_dim
     kv_heads = self.num_kv_heads if self.new_decoder_architecture or self.multi_query else heads
-    group = heads // kv_heads  # queries, in front of their K and V
+    group = heads // kv_heads  # the query heads of a group, which lie in front of its K and V
     q, k, v = (
         _projected(self.query_key_value, hidden_states, (kv_heads, group + 2, dim), part)
         for part in ((0, group), (group, group + 1), (group + 1, group + 2))
@@ -52,13 +52,16 @@ def _forward(
 
 
 def _half_turned(x: Tensor) -> Tensor:
-    """The second half of each head, negative, before the first."""
+    """Return each head with its second half, negated, in front of its first half."""
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
 
 
 def _projected(packed: torch.nn.Linear, x: Tensor, shape: tuple[int, int, int], part: tuple[int, int]) -> Tensor:
-    """[1, heads, T, dim] by those rows of a weight [groups, heads, dim] that are heads [start, stop) of each group."""
+    """Project x to [1, heads, T, dim] by some rows of a packed weight [groups, heads, dim].
+
+    The rows are those of heads [start, stop) of each group, which `part` gives.
+    """
 
     def rows(each: Tensor) -> Tensor:
         return each.view(*shape, *each.shape[1:])[:, slice(*part)].reshape(-1, *each.shape[1:])

@@ -1,7 +1,7 @@
-"""Tables that model code looks positions up in: one spelling of the look-up, and rope's tables computed instead.
+"""The simplification of position tables: look-ups become embeddings, and rope's tables are computed instead.
 
-A rotation by sines and cosines from a table [positions, 2 * frequencies] is that by positions times frequencies, which is
-how passes know it; the frequencies are read off the table, and give it again or it stays.
+A rotation by sines and cosines from a table [positions, 2 * frequencies] is a rotation by positions times frequencies,
+which is the form that passes know. The frequencies are read off the table; if they do not reproduce it, it stays.
 """
 
 from __future__ import annotations
@@ -18,17 +18,29 @@ from inferc.ir.program import Program, name_of
 
 aten = torch.ops.aten
 WIDENING = (aten.repeat.default, aten.expand.default, aten.unsqueeze.default, aten.view.default, aten.clone.default)
-# What may lie between a table's row and its product with a head.
+# Ops that may stand between a table's row and its product with a head.
 PASSING = (
-    *(aten._to_copy.default, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default),
-    *(aten.repeat_interleave.self_int, aten.stack.default, aten.select.int, aten.squeeze.dim, aten.permute.default),
-    *(aten.transpose.int, aten.cat.default, aten._unsafe_view.default, aten.reshape.default, *WIDENING),
+    aten._to_copy.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.repeat_interleave.self_int,
+    aten.stack.default,
+    aten.select.int,
+    aten.squeeze.dim,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.cat.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    *WIDENING,
 )
 TOLERANCE = 1e-5
 
 
 def simplify_position_tables(program: Program) -> int:
-    """Write look-ups in tables as embeddings, and those of rope's tables as what they hold; returns how many."""
+    """Write look-ups in tables as embeddings, or for rope's tables as computations, and return how many there were."""
     count = 0
     for node in list(program.graph.nodes):
         found = _lookup(node)
@@ -40,7 +52,7 @@ def simplify_position_tables(program: Program) -> int:
         made.meta["name"] = name_of(node)
         if made.meta["val"].dim() > node.meta["val"].dim():
             made = calls.add(aten.view.default, made, [-1, table.meta["val"].shape[1]])
-        if made.meta["val"].dtype != node.meta["val"].dtype:  # the table was cast, and now its rows are
+        if made.meta["val"].dtype != node.meta["val"].dtype:  # the table was cast; now its rows are cast instead
             made = calls.add(aten._to_copy.default, made, dtype=node.meta["val"].dtype)
         node.replace_all_uses_with(made)
         count += 1
@@ -52,7 +64,7 @@ def simplify_position_tables(program: Program) -> int:
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(table, indices) of a look-up that is spelled otherwise than as an embedding."""
+    """Return (table, indices) of a look-up that is not written as an embedding, or None."""
     if node.target == aten.index_select.default and node.args[1] == 0:
         table, index = node.args[0], _narrowed(node.args[2])
     elif node.target == aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
@@ -71,14 +83,14 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _narrowed(node: Any) -> Any:
-    """What was widened by axes and repetitions alone."""
+    """Return the node that was only widened by axes and repetitions."""
     while isinstance(node, fx.Node) and node.target in WIDENING:
         node = node.args[0]
     return node
 
 
 def _compute(program: Program, node: fx.Node) -> bool:
-    """Replace the rows of a table of sines and cosines that heads are multiplied by."""
+    """Replace rows of a table of sines and cosines, by which heads are multiplied, by their computation."""
     table, index = node.args[0], node.args[1]
     assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
     value = constant_value(program, table)
@@ -100,7 +112,7 @@ def _compute(program: Program, node: fx.Node) -> bool:
 
 
 def _only_multiplies(node: fx.Node) -> bool:
-    """Whether all that is made of the rows is multiplied by something: rows that are added are an embedding."""
+    """Tell whether all uses of the rows are multiplications; rows that are added are an embedding."""
     todo, seen = list(node.users), set()
     while todo:
         user = todo.pop()
@@ -115,7 +127,7 @@ def _only_multiplies(node: fx.Node) -> bool:
 
 
 def _frequencies(table: Tensor) -> tuple[Tensor, tuple[Any, Any]] | None:
-    """The frequencies of a table of sines and cosines, float32, and which of them come first."""
+    """Return the float32 frequencies of a table of sines and cosines, and the two functions in their order."""
     count, width = table.shape
     if width % 2 or count < 2:
         return None
@@ -124,7 +136,7 @@ def _frequencies(table: Tensor) -> tuple[Tensor, tuple[Any, Any]] | None:
         sines, cosines = (first, second) if parts[0] is aten.sin.default else (second, first)
         angle = torch.atan2(sines, cosines)
         row, found = 1, angle[1]
-        while 2 * row < count:  # the whole turns of an angle are known from half of it
+        while 2 * row < count:  # the frequency found so far gives the number of whole turns at twice the row
             row *= 2
             turns = ((found * row - angle[row]) / (2 * math.pi)).round()
             found = (angle[row] + turns * 2 * math.pi) / row

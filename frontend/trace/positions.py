@@ -1,6 +1,7 @@
-"""Which row of its table of positions a model reads for a sequence's first token.
+"""The first row of its position table that a model reads for a sequence.
 
-Most count from 0. RoBERTa and its kin count from behind the padding token's id, and have that many rows fewer for positions.
+Most models count from 0. RoBERTa and its relatives count from the row after the padding token's id, and have that many
+fewer rows for positions.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from typing import Any
 
 from inferc.frontend.model_class import causal_class
 
-COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"  # what such a model makes its own position_ids with
+COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"  # the method with which such a model makes its position_ids
 
 
 def takes_positions(model_class: type[Any]) -> bool:
-    """Whether a model class's forward pass takes `position_ids`."""
+    """Tell whether a model class's forward pass takes `position_ids`."""
     return "position_ids" in inspect.signature(model_class.forward).parameters
 
 
 def first_position(config: Any) -> int:
-    """The `position_ids` of a first token, by what the config's model class does where it is given none.
+    """Return the `position_ids` of a first token, as the config's model class computes them if it is given none.
 
-    Padding tokens in a text, which such a class does not count, are counted here as any other token.
+    Such a class does not count padding tokens in a text; here they are counted like any other token.
     """
     model_class = causal_class(config)
     padding = getattr(config, "pad_token_id", None)

@@ -1,9 +1,9 @@
-"""Rope whose frequencies depend on the sequence's length, fixed for one length at compile time.
+"""The fixing of rope whose frequencies depend on the sequence's length, for one length at compile time.
 
-transformers recomputes these frequencies while it runs, from the longest position so far. K that is cached was rotated
-with the frequencies of its day, so a server would mix them; a compiled model has one set, that of a sequence of
+transformers recomputes these frequencies while it runs, from the longest position so far. Cached K was rotated with the
+frequencies of its time, so a server would mix them; a compiled model has one set, that of a sequence of
 `max_model_len` tokens. So dynamic NTK equals transformers' forward pass over `max_model_len` tokens, and over no other
-length beyond the trained one; longrope has its long factors, or with a `max_model_len` within the original context
+length beyond the trained one; longrope has its long factors, or, with a `max_model_len` within the original context,
 its short ones.
 """
 
@@ -46,7 +46,7 @@ def fix_rope(model: Any, max_model_len: int) -> tuple[Overrides, list[dict[str, 
             unscaled = _unscaled_length(module.config, str(kind), layer_type)
             initial = _initial(model, path, buffer) if "dynamic" in str(kind) else None
             if initial is not None and max_model_len <= unscaled:
-                value = initial  # as transformers leaves them up to that length, whatever a class makes of its config
+                value = initial  # transformers leaves them so up to that length, whatever a class reads from its config
             elif initial is not None:
                 _refuse_own_kind(module, str(kind), layer_type, unscaled, initial, path)
             overrides[f"{path}.{buffer}" if path else buffer] = value
@@ -64,7 +64,7 @@ def fix_rope(model: Any, max_model_len: int) -> tuple[Overrides, list[dict[str, 
 
 
 def warn_of_fixed_rope(records: list[dict[str, Any]]) -> None:
-    """Say which sequences get other frequencies than transformers would give them; records as of `fix_rope`."""
+    """Warn which sequences get other frequencies than transformers would give them; records are those of `fix_rope`."""
     for record in records:
         if record["differs_up_to"]:
             what = "longrope's long factors" if record["kind"] == "longrope" else f"{record['kind']} rope's scaling"
@@ -80,7 +80,7 @@ def warn_of_fixed_rope(records: list[dict[str, Any]]) -> None:
 
 
 def longest_context(config: Any, trained: int) -> int:
-    """How many positions a model made for `trained` reaches by the rope scaling of its config.
+    """Return how many positions a model made for `trained` positions reaches by the rope scaling of its config.
 
     For yarn and dynamic NTK a config says factor times the original length, whatever max_position_embeddings is. For
     linear, llama3 and longrope max_position_embeddings is by convention the scaled length (Llama 3.2: 131072, with
@@ -106,14 +106,14 @@ def _scaled_length(parameters: dict[str, Any], trained: int) -> int:
 
 
 def _unscaled_length(config: Any, kind: str, layer_type: str | None) -> int:
-    """Up to which length transformers leaves the frequencies of a rope that depends on length unscaled."""
+    """Return up to which length transformers leaves the frequencies of a length-dependent rope unscaled."""
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     name = "original_max_position_embeddings"
     return int(parameters[name] if kind == "longrope" else config.max_position_embeddings)
 
 
 def _initial(model: Any, path: str, buffer: str) -> Tensor | None:
-    """The frequencies that a module has before any text, where its class computes them."""
+    """Return the frequencies that a module has before any text, or None if its class computes none."""
     found = getattr(model.get_submodule(path), buffer)
     if found.is_meta:
         found = initial_buffers(model, path).get(buffer)
@@ -121,16 +121,22 @@ def _initial(model: Any, path: str, buffer: str) -> Tensor | None:
 
 
 def _refuse_own_kind(module: Any, kind: str, layer_type: str | None, unscaled: int, initial: Tensor, path: str) -> None:
-    """Raise UnsupportedError for a class that has other dynamic frequencies than all: beyond `unscaled` tokens they would be lost."""
+    """Raise UnsupportedError for a class with dynamic frequencies of its own.
+
+    Beyond `unscaled` tokens they would be lost.
+    """
     if not torch.allclose(initial, _frequencies(module, kind, layer_type, unscaled, path), rtol=1e-5):
         raise UnsupportedError(
-            f"{path}: {type(module).__name__} has a {kind} rope of its own, which this transformers leaves beyond {unscaled}"
-            f" tokens; compile with --max-model-len {unscaled}"
+            f"{path}: {type(module).__name__} has a {kind} rope of its own, which this transformers leaves beyond"
+            f" {unscaled} tokens; compile with --max-model-len {unscaled}"
         )
 
 
 def _fix_scale(module: Any, max_model_len: int) -> None:
-    """Fix what Phi-3.5-MoE's rope does anew in every forward pass: frequencies that no length changes, and one of two scales."""
+    """Fix the values that the rope of Phi-3.5-MoE computes again in every forward pass.
+
+    These are frequencies that do not depend on the length, and one of two scales, which does.
+    """
     parameters = module.config.rope_parameters
     is_long = max_model_len > parameters["original_max_position_embeddings"]
     scale = parameters["long_mscale" if is_long else "short_mscale"]

@@ -1,7 +1,7 @@
-"""Routers that weigh each expert by a softmax over those near it (Phi-3.5-MoE), caught at module level.
+"""The capture of routers that weigh each expert by a softmax over those near it (Phi-3.5-MoE), at module level.
 
-Their code spells one expert after the other with masks and scatters; where nothing is trained it is `inferc.moe_routing`
-by "near_softmax". Whether it is that, the check of a capture says, which runs the code itself.
+Their code handles one expert after the other with masks and scatters; in inference it is `inferc.moe_routing` with
+"near_softmax". The check of a capture runs the code itself, and so proves that the two agree.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ MIXER, JITTER = "sparsemixer", "router_jitter_noise"  # the function that such a
 
 
 def use(model: Any) -> None:
-    """Replace the forward pass of every such router of `model`."""
+    """Replace the forward pass of every sparse-mixer router in `model`."""
     for module in model.modules():
         if is_mixer(module):
             module.forward = types.MethodType(_forward, module)
 
 
 def is_mixer(module: Any) -> bool:
-    """Whether a module is a router whose own code mixes: by what it calls and has, not by its name."""
+    """Tell whether a module is a router with a sparse mixer, by what it calls and has, not by its name."""
     mixer = getattr(sys.modules[type(module).__module__], MIXER, None)
     return mixer is not None and isinstance(module, torch.nn.Linear) and hasattr(module, JITTER)
 

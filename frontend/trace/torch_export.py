@@ -1,4 +1,4 @@
-"""Run torch.export on a causal language model on the meta device."""
+"""The export of a causal language model by torch.export, on the meta device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from inferc.frontend.trace import dense_experts, interfaces, packed_attention, s
 from inferc.frontend.trace.literals import Literals
 from inferc.frontend.trace.positions import first_position, takes_positions
 
-HINT = 7  # tokens in the traced example: no size of a real model, so that none is mistaken for it
+HINT = 7  # tokens in the traced example: no size of a real model, so that no other size is mistaken for it
 LONGEST = 2**31 - 1  # tokens: no model takes more
 WRAPPER = "model"  # attribute of _Logits: the first part of every module path in the exported program
 
 
 class _Logits(torch.nn.Module):
-    """Token ids and positions, which count from 0, to logits, without a cache."""
+    """A module that maps token ids and positions, which count from 0, to logits, without a cache."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -40,9 +40,9 @@ class _Logits(torch.nn.Module):
 
 
 def build(model_class: type[Any], config: Any, dtype: torch.dtype, device: str, attention: str | None = "eager") -> Any:
-    """`model_class` from a copy of `config`, in `dtype`, in eval mode; on "cpu" with transformers' random weights.
+    """Build `model_class` from a copy of `config`, in `dtype` and eval mode; on "cpu" it has random weights.
 
-    attention: transformers' name of an attention implementation, None for the one it would choose.
+    attention: transformers' name of an attention implementation, or None for the one that it would choose.
     """
     config = copy.deepcopy(config)
     config.use_cache = False
@@ -51,20 +51,24 @@ def build(model_class: type[Any], config: Any, dtype: torch.dtype, device: str, 
             model = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
         except InfercError:
             raise
-        except Exception as error:  # a model class raises whatever its code raises
+        except Exception as error:  # a model class may raise anything
             name = _unknown_name(error, config)
             if name:
                 raise ConfigError(
                     f"{model_class.__name__} cannot be built: {name}; correct the field, or upgrade transformers"
                 ) from error
             raise ConfigError(
-                f"{model_class.__name__} cannot be built from its config ({_first_line(error)}); is config.json damaged?"
+                f"{model_class.__name__} cannot be built from its config ({_first_line(error)}); is config.json"
+                " damaged?"
             ) from error
     return model.eval().requires_grad_(False)
 
 
 def _unknown_name(error: Exception, config: Any) -> str:
-    """What to say of a name in a config that transformers has in none of its tables; empty if that is not what is wrong."""
+    """Return a message about a name in a config that no table of transformers has.
+
+    The message is empty if the error has another cause.
+    """
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
     field = _field_of(config.to_dict(), key) if isinstance(key, str) else ""
     version = importlib.metadata.version("transformers")
@@ -72,7 +76,7 @@ def _unknown_name(error: Exception, config: Any) -> str:
 
 
 def _field_of(fields: Mapping[str, Any], value: str) -> str:
-    """The names, with dots between, of the first field that has this value; empty without one."""
+    """Return the names, joined by dots, of the first field with this value, or "" without one."""
     for name, found in fields.items():
         if found == value:
             return str(name)
@@ -82,7 +86,7 @@ def _field_of(fields: Mapping[str, Any], value: str) -> str:
 
 
 def trace(model: Any) -> Any:
-    """The ExportedProgram of `model` (on the meta device) with inputs token_ids and positions, i64 [1, T]."""
+    """Trace `model` (on the meta device) to an ExportedProgram with inputs token_ids and positions, i64 [1, T]."""
     interfaces.register()
     interfaces.use(model)
     dense_experts.use(model)
@@ -91,24 +95,24 @@ def trace(model: Any) -> Any:
     wrapper = _Logits(model).eval()
     example = torch.zeros(1, HINT, dtype=torch.long, device="meta")
     try:
-        # torch prints the whole graph so far when it cannot go on; what is wrong is in the exception.
+        # torch prints the whole graph when it fails; the exception has the reason.
         with quiet(), uncollected(), torch.no_grad(), redirect_stderr(StringIO()), Literals():
             exported = _export(wrapper, example)
         with quiet(), uncollected(), redirect_stderr(StringIO()):
             return exported.run_decompositions({})
     except InfercError as error:
         raise type(error)(f"{type(model).__name__}: {error}") from error
-    except Exception as error:  # whatever the model's code or torch raises
+    except Exception as error:  # the model's code or torch may raise anything
         if isinstance(error.__cause__, InfercError):
             raise error.__cause__ from error
         raise ExportError(
-            f"{type(model).__name__} cannot be captured: {type(error).__name__}: {_first_line(error)}; its code branches on"
-            " data or on the number of tokens, or goes past transformers' attention interface"
+            f"{type(model).__name__} cannot be captured: {type(error).__name__}: {_first_line(error)}; its code"
+            " branches on data or on the number of tokens, or goes past transformers' attention interface"
         ) from error
 
 
 def _export(wrapper: torch.nn.Module, example: Tensor) -> Any:
-    """The export with a symbolic number of tokens. Raises whatever the model's code or torch raises."""
+    """Export with a symbolic number of tokens; raise whatever the model's code or torch raises."""
 
     def export(tokens: Any) -> Any:
         shapes = {"token_ids": {1: tokens}, "positions": {1: tokens}}
@@ -117,7 +121,7 @@ def _export(wrapper: torch.nn.Module, example: Tensor) -> Any:
     try:
         return export(torch.export.Dim("T", min=2))
     except torch._dynamo.exc.UserError as error:
-        # A guard that always holds (T * min(64, 64 * T) == 64 * T) may be beyond what torch can prove.
+        # torch may not be able to prove a guard that always holds, such as T * min(64, 64 * T) == 64 * T.
         if "Constraints violated" not in str(error):
             raise
         exported = export(torch.export.Dim.AUTO)
@@ -125,27 +129,27 @@ def _export(wrapper: torch.nn.Module, example: Tensor) -> Any:
         if any(isinstance(node.meta["val"].shape[1], int) for node in inputs):
             raise
         if max(_bounds(exported, node.meta["val"].shape[1])[0] for node in inputs) > 2:
-            raise  # what was traced is not what fewer tokens take
+            raise  # fewer tokens would take another path than the traced one
         return exported
 
 
 def longest(exported: Any) -> int:
-    """The most tokens for which the code that was traced is the model's; LONGEST for any number.
+    """Return the most tokens for which the traced code is the model's, or LONGEST if there is no limit.
 
-    torch keeps what the traced example took, and for which lengths: code that branches on the number of tokens takes another way
-    beyond, and a table of positions ends.
+    torch records the path of the traced example and the lengths for which it holds: code that branches on the number of
+    tokens takes another path beyond, and a table of positions ends.
     """
     inputs = _inputs(exported)
     return min(_bounds(exported, node.meta["val"].shape[1])[1] for node in inputs)
 
 
 def _inputs(exported: Any) -> list[fx.Node]:
-    """The placeholders of token_ids and positions, which stand behind those of all parameters and buffers."""
+    """Return the placeholders of token_ids and positions, which come after those of parameters and buffers."""
     return [node for node in exported.graph.nodes if node.op == "placeholder"][-2:]
 
 
 def _bounds(exported: Any, num_tokens: torch.SymInt) -> tuple[int, int]:
-    """The fewest and the most tokens that what was traced holds for."""
+    """Return the fewest and the most tokens for which the trace holds."""
     bounds = exported.range_constraints.get(num_tokens.node.expr)
     if bounds is None:
         return 0, LONGEST
@@ -153,7 +157,7 @@ def _bounds(exported: Any, num_tokens: torch.SymInt) -> tuple[int, int]:
 
 
 def op_name(node: fx.Node) -> str:
-    """`add` for a call of `aten.add.Tensor`, whatever its namespace; "" for what is no call."""
+    """Return `add` for a call of `aten.add.Tensor`, in any namespace, or "" for a node that is no call."""
     if node.op != "call_function":
         return ""
     if isinstance(node.target, torch._ops.OpOverload):
@@ -162,21 +166,21 @@ def op_name(node: fx.Node) -> str:
 
 
 def stored(exported: Any) -> dict[str, str]:
-    """The paths of parameters and buffers, by the name of the placeholder that stands for one."""
+    """Return the paths of parameters and buffers, by the name of their placeholder."""
     signature = exported.graph_signature
     both = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     return {name: path.removeprefix(f"{WRAPPER}.") for name, path in both.items()}
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the innermost module that a call was made in."""
+    """Return the path of the innermost module that a call was made in."""
     path = next((str(entry[0]) for entry in reversed(list(node.meta.get("nn_module_stack", {}).values()))), "")
     return path.removeprefix(WRAPPER).removeprefix(".")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what torch and transformers say about themselves while a model is built and traced."""
+    """Silence torch's and transformers' messages within the context, while a model is built and traced."""
     from transformers.utils import logging as transformers_logging
 
     loggers = [logging.getLogger(name) for name in ("transformers", "torch.export", "torch._export")]
@@ -199,7 +203,10 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No search for garbage: a trace makes many objects and keeps them, and would be searched again and again for nothing."""
+    """Disable garbage collection within the context.
+
+    A trace makes many objects and keeps them, so collections would search them again and again for nothing.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,9 @@
-"""Attend to the latent of multi-head latent attention (MLA) itself, instead of the K and V made of it.
+"""Let multi-head latent attention (MLA) attend to the latent itself, instead of the K and V that are computed from it.
 
-K and V of every head are projections of one latent per token, so their weights can be moved to the other side of the scores and
-of the sum: queries are projected into the latent's space, and the attended latent out of it. What is cached is the latent
-and the one rotated part of K that all heads share, [num_tokens, 1, kv_lora_rank + rope_dim]; V is its first part.
+K and V of every head are projections of one latent per token, so their weights can be moved to the other side of the
+scores and of the weighted sum: queries are projected into the latent's space, and the attended latent out of it. The
+cache then holds the latent and the one rotated part of K that all heads share, [num_tokens, 1, kv_lora_rank +
+rope_dim]; V is its first part.
 
 Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2 and appendix C.
 """
@@ -23,7 +24,7 @@ aten, inferc = ops.aten, ops.inferc
 
 @dataclass(frozen=True)
 class Latent:
-    """The parts of one attention: see the module."""
+    """The parts of one attention that is computed from a latent."""
 
     attention: fx.Node
     q: fx.Node  # [num_tokens, heads, nope_dim]
@@ -57,7 +58,7 @@ def _is(node: Any, target: Any) -> bool:
 
 
 def _read(node: fx.Node) -> Latent | str | None:
-    """The parts, why they do not fit, or None for an attention that has no such parts."""
+    """Return the parts of an attention, why they do not fit, or None if the attention has no such parts."""
     named = named_arguments(node)
     q, k, v = (named[name] for name in "qkv")
     if not _is(q, aten.cat.default) or not _is(k, aten.cat.default):
@@ -82,7 +83,7 @@ def _read(node: fx.Node) -> Latent | str | None:
 
 
 def _projection(node: Any) -> tuple[fx.Node, fx.Node] | None:
-    """(latent, weight) of heads that are a projection without a bias."""
+    """Return (latent, weight) of heads that are a projection without a bias, or None."""
     linear: Any = node.args[0] if _is(node, aten.view.default) else None
     if not _is(linear, aten.linear.default) or len(linear.users) > 1 or (len(linear.args) > 2 and linear.args[2]):
         return None
@@ -96,7 +97,7 @@ def _rewrite(program: Program, found: Latent) -> None:
     v_dim, rank = int(node.meta["val"].shape[2]), int(found.latent.meta["val"].shape[-1])
     k_rows = weight_lib.reshape(program.weight(found.k_weight), (heads, nope_dim, rank))
     v_rows = weight_lib.reshape(program.weight(found.v_weight), (heads, v_dim, rank))
-    # Scores are q . (K c) = (q K) . c, so K is read the other way round.
+    # Scores are q . (K c) = (q K) . c, so the weight of K is transposed within each head.
     into = program.add_weight(f"{found.k_weight.target}.absorbed", weight_lib.permute(k_rows, (0, 2, 1)), before=node)
     out_of = program.add_weight(f"{found.v_weight.target}.absorbed", v_rows, before=node)
     sinks, *how = arguments(node)[3:8]

@@ -1,11 +1,11 @@
-"""Attention over a dense KV cache, for runtimes that know no block tables (ONNX, TensorRT).
+"""Rewrite attention to use a dense KV cache, for runtimes that know no block tables (ONNX, TensorRT).
 
-Each layer's K and V are inputs of their own, `[num_seqs, num_kv_heads, capacity, head_dim]`, which a call writes in place:
-to a scheduler the cache has one block a sequence. As in `PageKVCache`, an attention whose K and V are those of an earlier one
-writes nothing, and query heads stay grouped over KV heads. Windows and chunks are masks here: nothing is given back before its
-sequence ends, so all groups are of kind "full", or "latent".
+Each layer's K and V are inputs of their own, `[num_seqs, num_kv_heads, capacity, head_dim]`, which a call writes in
+place: for a scheduler, the cache has one block per sequence. As in `PageKVCache`, an attention whose K and V are those
+of an earlier one writes nothing, and query heads stay grouped over KV heads. Windows and chunks are only masks here: no
+token is freed before its sequence ends, so all groups are of kind "full" or "latent".
 
-Each call has sequences of equally many new tokens: `token_ids [num_seqs * num_new]`, sequence by sequence.
+In each call all sequences have equally many new tokens: `token_ids [num_seqs * num_new]`, sequence by sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ inferc = torch.ops.inferc
 
 @dataclass(frozen=True)
 class DenseKVCache:
-    """`max_model_len` is the tokens that a sequence may have: its one block. Adds the inputs that were not there."""
+    """A pass that adds dense KV caches and the missing step inputs to a program.
+
+    max_model_len: the most tokens of a sequence, which is also the size of its one block.
+    """
 
     max_model_len: int
     name: str = "dense_kv_cache"
@@ -45,7 +48,7 @@ class DenseKVCache:
         )
         program.block_size = self.max_model_len
         inputs = _Inputs.add(program)
-        caches: dict[fx.Node, tuple[fx.Node, ...]] = {}  # by attention, what it reads
+        caches: dict[fx.Node, tuple[fx.Node, ...]] = {}  # by attention: the caches that it reads
         for group, of_group in members.items():
             for stored in of_group:
                 made = _write(program, inputs, group, stored.writer, layer_of(stored.writer, attentions))
@@ -58,7 +61,7 @@ class DenseKVCache:
 
 @dataclass
 class _Inputs:
-    """The placeholders that are added, and the symbols of the caches' shapes."""
+    """The placeholders that the pass adds, and the symbols of the caches' shapes."""
 
     starts: fx.Node
     seq_lens: fx.Node
@@ -68,11 +71,11 @@ class _Inputs:
 
     @staticmethod
     def add(program: Program) -> _Inputs:
-        """Behind `token_ids` and `positions`."""
+        """Add the placeholders behind `token_ids` and `positions`."""
         named = {node.name: node for node in program.inputs()}
         token_ids = named["token_ids"]
         token_ids.meta["val"] = program.fake((token_ids.meta["val"].shape[0],), torch.int32)
-        # Hints differ from one another, so that no two axes are taken for one.
+        # The size hints differ from one another, so that torch does not take two axes for one.
         sequences, rows, capacity = (program.new_symbol(hint) for hint in (11, 13, 19))
         last = list(named.values())[-1]
         made = _Inputs(last, last, last, sequences, capacity)
@@ -91,7 +94,7 @@ class _Inputs:
 
 
 def _write(program: Program, inputs: _Inputs, group: KVGroup, node: fx.Node, layer: int) -> tuple[fx.Node, ...]:
-    """Store K and V of attention `node`, just before it, in caches of their own."""
+    """Store K and V of attention `node` in caches of their own, just before the attention."""
     _, k, v, *_ = arguments(node)
     parts = {"latent": k} if group.kind == "latent" else {"k": k, "v": v}
     made = []
@@ -107,12 +110,12 @@ def _write(program: Program, inputs: _Inputs, group: KVGroup, node: fx.Node, lay
 
 
 def _read(program: Program, inputs: _Inputs, node: fx.Node, caches: tuple[fx.Node, ...]) -> None:
-    """Attention over what is stored, in place of `node`."""
+    """Replace `node` by an attention over the stored K and V."""
     q, _, _, sinks, scale, mask, window, softcap, alibi = arguments(node)
     if alibi is not None:
         raise UnsupportedError(
-            f"{name_of(node)}: ALiBi over a dense cache is not built, and so not for onnx and tensorrt; use --target cpu,"
-            " cuda or tensorrt-paged"
+            f"{name_of(node)}: ALiBi over a dense cache is not built, and so not for onnx and tensorrt;"
+            " use --target cpu, cuda or tensorrt-paged"
         )
     how = (scale, mask, window, softcap)
     with program.graph.inserting_before(node):

@@ -1,9 +1,9 @@
-"""Give every attention heads of one size that its kernels take: multiples of 16, with zeros behind a head's own elements.
+"""Pad the heads of every attention to one size that its kernels support: a multiple of 16, filled up with zeros.
 
-Heads of 100 (OpenLLaMA 3B), 120 (H2O Danube 3 4B) or of another size for V than for K get zero rows in their projections, so
-that q, K and V have zeros there; what reads the result gets zero columns. Scores and results are the same numbers, scaled as
-for the heads' own size, and the cache's heads are as kernels read them: whole vectors and tiles. Where a norm or another op stands
-between, heads are copied instead.
+Heads of 100 (OpenLLaMA 3B) or 120 elements (H2O Danube 3 4B), or of different sizes for K and V, get zero rows in their
+projections, so that q, K and V have zeros there; the linear that reads the result gets zero columns. Scores and results
+are the same numbers, scaled as for the unpadded size, and the cached heads consist of whole vectors and tiles, as
+kernels read them. If a norm or another op stands between the projection and attention, heads are copied instead.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ ELEMENTWISE = (
     aten.div.Tensor,
     aten.clamp.default,
 )
-"""What makes zeros of zeros, as far as `_keeps_zeros` finds."""
+"""Ops that map zeros to zeros, if `_keeps_zeros` confirms it for their operands."""
 
 
 @dataclass(frozen=True)
 class PadHeads:
-    """Kernels take multiples of `multiple` elements, `most` at most: a head that is larger stays as it is, and is refused."""
+    """A pass that pads heads to multiples of `multiple` elements.
+
+    A head that would have more than `most` elements stays as it is, and is refused later.
+    """
 
     multiple: int = 16
     most: int = 512
@@ -74,13 +77,13 @@ def _pad(program: Program, node: fx.Node, size: int) -> None:
 
 
 class _Padding:
-    """Values whose heads have `size` elements, made of those that have fewer."""
+    """A builder of values whose heads have `size` elements from values with smaller heads."""
 
     def __init__(self, program: Program, size: int) -> None:
         self.program, self.size = program, size
 
     def heads(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        """[num_tokens, heads, size] of [num_tokens, heads, head_dim], zeros behind its own elements."""
+        """Return heads [num_tokens, heads, size] of [num_tokens, heads, head_dim], padded with zeros at the end."""
         had = int(node.meta["val"].shape[2])
         if had == self.size:
             return node
@@ -94,7 +97,7 @@ class _Padding:
         return self.call(node, inferc.resize_heads.default, (node, self.size))
 
     def columns(self, node: fx.Node, heads: int, had: int) -> fx.Node | None:
-        """[num_tokens, heads * size] of the columns of `heads` heads; None of what is no product of weights."""
+        """Return [num_tokens, heads * size] for the columns of `heads` heads, or None if no linear makes them."""
         if node.target in ELEMENTWISE and _keeps_zeros(node):
             inner = self.columns(node.args[0], heads, had)  # type: ignore[arg-type]
             return None if inner is None else self.call(node, node.target, (inner, *node.args[1:]), node.kwargs)
@@ -119,7 +122,7 @@ class _Padding:
         return self.call(node, aten.linear.default, (x, *rows))
 
     def call(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
-        """A typed call behind `node`, whose name it has."""
+        """Insert a typed call behind `node`, with the name of `node`."""
         with self.program.graph.inserting_after(node):
             made = self.program.graph.call_function(target, args, dict(kwargs or {}))
         made.meta.update(name=name_of(node), layer=node.meta.get("layer"))
@@ -130,7 +133,10 @@ class _Padding:
 
 
 def _keeps_zeros(node: fx.Node) -> bool:
-    """Whether an elementwise op of heads, or of their columns, makes zeros of zeros and treats all elements of a head alike."""
+    """Return whether an elementwise op maps zeros to zeros and treats all elements of a head alike.
+
+    `node` is of heads, or of their columns.
+    """
     if node.target == aten.clamp.default:
         _, low, high = arguments(node)
         return (low is None or low <= 0) and (high is None or high >= 0)
@@ -143,7 +149,7 @@ def _keeps_zeros(node: fx.Node) -> bool:
 
 
 def _is_one_a_head(factor: fx.Node, node: fx.Node) -> bool:
-    """Whether a factor of a value has one number where the value has a head."""
+    """Return whether a factor of a value has one number per head of the value."""
     shape = factor.meta["val"].shape
     return (
         factor.op != "get_attr"
@@ -154,7 +160,7 @@ def _is_one_a_head(factor: fx.Node, node: fx.Node) -> bool:
 
 
 def _projection(view: fx.Node) -> fx.Node | None:
-    """The linear that reads attention's heads side by side through `view`, and through nothing else."""
+    """Return the linear that reads attention's heads side by side through `view` and through nothing else, or None."""
     if view.target != aten.view.default or view.meta["val"].dim() != 2 or len(view.users) != 1:
         return None
     linear = next(iter(view.users))
@@ -163,7 +169,7 @@ def _projection(view: fx.Node) -> fx.Node | None:
 
 
 def _pad_columns(program: Program, view: fx.Node, linear: fx.Node, padded: fx.Node, v_dim: int) -> None:
-    """Let `linear` read the padded heads, whose zeros meet zero columns."""
+    """Let `linear` read the padded heads, with zero columns for their zeros."""
     heads, size = (int(each) for each in padded.meta["val"].shape[1:])
     _, old, *bias = linear.args
     assert isinstance(old, fx.Node)
@@ -178,7 +184,7 @@ def _pad_columns(program: Program, view: fx.Node, linear: fx.Node, padded: fx.No
 
 
 def _padded_heads(weight: Weight, dim: int, heads: int, size: int) -> Weight:
-    """`weight` whose axis `dim` is `heads` heads, each with zeros up to `size`."""
+    """Return `weight` with each of the `heads` heads of axis `dim` padded with zeros to `size`."""
     before, behind = weight.shape[:dim], weight.shape[dim + 1 :]
     by_head = weight_lib.reshape(weight, (*before, heads, weight.shape[dim] // heads, *behind))
     return weight_lib.reshape(weight_lib.padded(by_head, dim + 1, size), (*before, heads * size, *behind))

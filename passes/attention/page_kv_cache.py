@@ -1,9 +1,9 @@
-"""Attention over the paged KV cache, and the step's inputs that it needs.
+"""Rewrite attention to use the paged KV cache, and add the inputs of the step that it needs.
 
 Each attention becomes a write of its new K and V and a read of everything cached. Layers that share kind, window, dtype
 and bytes per token form a KV group with one cache and one block table. An attention whose K and V are those of an
-earlier one writes nothing and reads what that one stored, under its own mask. Query heads stay grouped over KV heads: K
-and V are never expanded.
+earlier one writes nothing and reads what the earlier one stored, under its own mask. Query heads stay grouped over KV
+heads: K and V are never expanded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StepInputs:
 
 @dataclass
 class Stored:
-    """K and V of one attention, and all attentions that read them; the first writes them."""
+    """The K and V of one attention, and all attentions that read them; the first reader writes them."""
 
     readers: list[fx.Node]
 
@@ -44,20 +44,20 @@ class Stored:
 
     @property
     def reach(self) -> tuple[str, int]:
-        """(kind, window) of the KV group: a token is kept as long as any reader sees it."""
+        """The (kind, window) of the KV group: a token is kept as long as any reader attends to it."""
         masks = {tuple(arguments(node)[5:7]) for node in self.readers}
         if any(mask == "causal" for mask, _ in masks):
             return "full", 0
         if len(masks) == 1:
             ((mask, window),) = masks
             return MASK_KINDS[mask], int(window)
-        # A chunk's queries see no key that a window of the chunk's size does not.
+        # The queries of a chunk see no key that a window of the chunk's size does not see.
         return "window", max(int(window) for _, window in masks)
 
 
 @dataclass(frozen=True)
 class PageKVCache:
-    """`block_size` is in tokens. Adds every input of the step struct that was not there."""
+    """A pass that adds the paged KV cache and every missing input of the step struct; `block_size` is in tokens."""
 
     block_size: int
     name: str = "page_kv_cache"
@@ -93,7 +93,7 @@ class PageKVCache:
 
 
 def stored_kv(program: Program) -> list[Stored]:
-    """The attentions by their K and V, which are equal where the same ops compute them from the same values."""
+    """Group the attentions by their K and V, which are equal if the same ops compute them from the same values."""
     numbers: dict[Any, int] = {}
     value: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
@@ -108,13 +108,13 @@ def stored_kv(program: Program) -> list[Stored]:
 
 
 def layer_of(node: fx.Node, attentions: list[fx.Node]) -> int:
-    """The model's layer; graphs without layer numbers count their attentions."""
+    """Return the model's layer of an attention; in graphs without layer numbers it is the attention's index."""
     layer = node.meta.get("layer")
     return attentions.index(node) if layer is None else int(layer)
 
 
 def group_of(stored: Stored) -> KVGroup:
-    """The group that stores it, without its layers."""
+    """Return the KV group that stores these K and V, without its layers."""
     node = stored.writer
     _, k, v, *_ = arguments(node)
     key, value = k.meta["val"], v.meta["val"]
@@ -126,14 +126,15 @@ def group_of(stored: Stored) -> KVGroup:
         return KVGroup("latent", (), 1, int(key.shape[2]), 0, key.dtype)
     if key.shape[2] != value.shape[2]:
         raise UnsupportedError(
-            f"{node.meta.get('name')}: K has heads of {key.shape[2]}, V of {value.shape[2]}; the paged cache holds one size"
+            f"{node.meta.get('name')}: K has heads of {key.shape[2]}, V of {value.shape[2]};"
+            " the paged cache holds one size"
         )
     kind, window = stored.reach
     return KVGroup(kind, (), int(key.shape[1]), int(key.shape[2]), window, key.dtype)
 
 
 def is_latent(k: fx.Node, v: fx.Node) -> bool:
-    """Whether one head of K is shared by all, and V is its first part."""
+    """Return whether all heads share one head of K, and V is its first part."""
     if v.target != aten.slice.Tensor or k.meta["val"].shape[1] != 1:
         return False
     source, dim, start, _, step = arguments(v)
@@ -141,12 +142,13 @@ def is_latent(k: fx.Node, v: fx.Node) -> bool:
 
 
 def _add_inputs(program: Program) -> StepInputs:
-    """Placeholders in the order of the step struct, after `token_ids` and `positions`."""
+    """Add placeholders in the order of the step struct, after `token_ids` and `positions`."""
     inputs = {node.name: node for node in program.inputs()}
     tokens = inputs["token_ids"].meta["val"].shape[0]
     token_ids = inputs["token_ids"]
     token_ids.meta["val"] = program.fake((tokens,), torch.int32)
-    # Hints differ from one another, so that no two axes are taken for one; 11, 13, … are the smallest free primes.
+    # The size hints differ from one another, so that torch does not take two axes for one; 11, 13, … are the smallest
+    # free primes.
     sequences, rows, blocks, most = (program.new_symbol(hint) for hint in (11, 13, 17, 19))
     last = list(inputs.values())[-1]
 
@@ -179,12 +181,13 @@ def _write(program: Program, inputs: StepInputs, node: fx.Node, group: int, laye
             written = program.graph.call_function(inferc.kv_write.default, (cache, k, v, slots, layer))
     written.meta.update(name=f"{node.meta.get('name', node.name)}.kv_write", layer=node.meta.get("layer"))
     infer_types(program, [written])
-    # The next layer of the group writes into what this one returned: the order of writes is in the graph.
+    # The next layer of the group writes into the cache that this write returned, so the graph holds the order of
+    # writes.
     inputs.kv_caches[group] = written
 
 
 def _read(program: Program, inputs: StepInputs, node: fx.Node, group: int, layer: int) -> None:
-    """Attention over what is stored, in place of `node`."""
+    """Replace `node` by an attention over the stored K and V."""
     q, _, _, sinks, scale, mask, window, softcap, alibi = arguments(node)
     where = (q, inputs.kv_caches[group], inputs.block_tables[group], inputs.query_start_loc, inputs.seq_lens)
     how = (layer, scale, mask, window, softcap)

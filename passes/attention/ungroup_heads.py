@@ -1,8 +1,8 @@
-"""Give each part of a packed projection rows of its own.
+"""Give each part of a packed projection a projection of its own.
 
-GPT-NeoX packs q, k and v head by head, DeepSeek a head's parts with and without rope: their slices of
-[num_tokens, heads, size] are no ranges of columns, so each use would copy. Here the weight's rows are regrouped instead, once,
-when it is written, and each part becomes a projection; `pack_projections` then packs them side by side.
+GPT-NeoX packs q, k and v head by head, and DeepSeek a head's parts with and without rope. Slices of such a [num_tokens,
+heads, size] value are no ranges of columns, so each use would copy. Here the rows of the weight are regrouped instead,
+once, when the weight is written, and each part becomes a projection; `pack_projections` then packs them side by side.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class UngroupHeads:
 
 
 def _parts_heads(view: fx.Node) -> bool:
-    """A [num_tokens, heads, size] view of a linear, of which a part of each head is read."""
+    """Return whether this is a [num_tokens, heads, size] view of a linear, of which a part of each head is read."""
     if view.target != aten.view.default or view.meta["val"].dim() != 3 or view.meta["val"].shape[1] == 1:
         return False
     linear = view.args[0]
@@ -51,7 +51,10 @@ def _parts_heads(view: fx.Node) -> bool:
 
 
 def _why_not(view: fx.Node) -> str:
-    """Why the view's parts get no rows of their own: they may if the linear is the view's, and they are disjoint."""
+    """Return why the parts cannot get rows of their own, or "" if they can.
+
+    They can if the view is the linear's only reader and the parts are disjoint.
+    """
     linear, size = view.args[0], view.meta["val"].shape[2]
     assert isinstance(linear, fx.Node)
     if len(linear.users) > 1:
@@ -69,7 +72,7 @@ def _why_not(view: fx.Node) -> str:
 
 
 def _range(part: fx.Node) -> tuple[int, int]:
-    """The elements of each head that a slice takes; no range for another op."""
+    """Return the elements of each head that a slice takes, or (-1, -1) for another op."""
     if part.target != aten.slice.Tensor:
         return (-1, -1)
     value, dim, start, stop, step = arguments(part)
@@ -100,11 +103,11 @@ def _ungroup(program: Program, view: fx.Node) -> None:
         shaped.meta.update(name=name_of(part), layer=part.meta.get("layer"))
         part.replace_all_uses_with(shaped)
         for copied in [user for user in shaped.users if user.target == aten.clone.default]:
-            copied.replace_all_uses_with(shaped)  # a part of each head was one to be viewed in another shape
+            copied.replace_all_uses_with(shaped)  # the copy was needed to view a part of each head in another shape
 
 
 def _rows_of(weight: Weight, heads: int, size: int, start: int, stop: int) -> Weight:
-    """Output rows [start, stop) of every head of `size` rows."""
+    """Return output rows [start, stop) of every head of `size` rows."""
     by_head = weight_lib.reshape(weight, (heads, size, *weight.shape[1:]))
     part = weight_lib.slice_(by_head, 1, start, stop)
     return weight_lib.reshape(part, (heads * (stop - start), *weight.shape[1:]))

@@ -1,1 +1,1 @@
-"""Passes that make one op of several, a fusion a module."""
+"""Passes that fuse several ops into one, with one fusion per module."""

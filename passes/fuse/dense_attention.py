@@ -1,6 +1,6 @@
-"""Fuse the writes of K and V into a dense cache with the attention that reads it.
+"""Fuse the writes of K and V into a dense KV cache with the attention that reads it.
 
-onnxruntime's GroupQueryAttention does all three, on rows of tokens as they are, and reads no more of the cache than is filled.
+onnxruntime's GroupQueryAttention does all three on rows of tokens, and reads only the filled part of the cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Fuse GELU where its tanh form is spelled out, and `gelu(gate) * up` (GeGLU) into one op.
+"""Fuse GELU in its spelled-out tanh form into one op, and `gelu(gate) * up` (GeGLU) into another.
 
-The tanh form saves seven reads and writes of a [num_tokens, intermediate_size] activation, GeGLU one.
+The tanh form saves seven reads and writes of a [num_tokens, intermediate_size] activation, GeGLU saves one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One op for LayerNorm, whether the model calls torch's or spells it out (Cohere: in float32, without a bias)."""
+"""Fuse LayerNorm into one op, whether the model calls torch's or spells it out (Cohere: in float32, without a bias)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Add the residual where a projection is written, and bring a parallel residual into that form.
+"""Fuse the residual addition into the projection that writes its rows, and bring a parallel residual into that form.
 
-Saves one read and one write of a [num_tokens, hidden_size] activation for each projection into the residual stream.
+Each projection into the residual stream saves one read and one write of a [num_tokens, hidden_size] activation.
 """
 
 from __future__ import annotations

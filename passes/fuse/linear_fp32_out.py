@@ -1,4 +1,4 @@
-"""A router that computes in float32 from the model's dtype: one product, its weight read as it is stored."""
+"""Fuse a router's float32 product into one op that reads the activation and the weight in the model's dtype."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Compute `silu(gate) * up` where the products of both are written.
+"""Fuse `silu(gate) * up` into the epilogue of the packed projection that computes gate and up.
 
-Saves one write and one read of a [num_tokens, 2 * intermediate_size] activation.
+Each fusion saves one write and one read of a [num_tokens, 2 * intermediate_size] activation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from inferc.passes.rewrite import Rewrite
 
 aten, inferc = ops.aten, ops.inferc
 
-PANEL = 16  # outputs that a weight is packed by: a panel of the gate and one of up go through a product together
+# The number of outputs in a panel of a packed weight: a panel of gate and one of up go through a product together.
+PANEL = 16
 
 
 def pattern(x: Tensor, weight: Tensor, bias: Tensor | None, middle: int, end: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Fuse a router in front of its experts into one op over the router's logits.
 
-Families differ in how experts are scored (softmax, sigmoid), what is added for the choice alone, whether groups are chosen
-first, and how the weights end (renormalised, scaled, the softmax of the chosen). Each step is read off the graph, from the
-experts' weights backwards. The weights stay float32, where some models round them to their dtype.
+Families differ in how experts are scored (softmax, sigmoid), what is added for the choice alone, whether groups are
+chosen first, and how the weights end (renormalised, scaled, the softmax of the chosen). Each step is read off the
+graph, from the experts' weights backwards. The weights stay float32, where some models round them to their dtype.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from inferc.passes.rewrite import infer_types, no_rewrite
 aten, inferc = torch.ops.aten, torch.ops.inferc
 CASTS = (aten._to_copy.default,)
 VIEWS = (aten.view.default, aten.clone.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default)
+# Scores that are computed from the logits of the chosen experts only.
 OF_CHOSEN: dict[Any, str] = {
     aten.softmax.int: "chosen_softmax",
     aten.sigmoid.default: "chosen_sigmoid",
-}  # of logits that were chosen
-MAX_EPSILON = 1e-6  # what is added to a sum so that nothing is divided by 0 is no number of the model's
+}
+# A number up to this one that is added to a sum only prevents a division by 0; it is no parameter of the model.
+MAX_EPSILON = 1e-6
 
 
 class Other(Exception):
-    """The router does something else; the message says what."""
+    """The error raised for a router that does something else than `inferc.moe_routing`; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def _through(node: Any, targets: tuple[Any, ...]) -> Any:
 
 
 def _is_part(node: Any, target: Any, index: int) -> bool:
-    """Whether the node takes result `index` of a call of `target`."""
+    """Return whether the node takes result `index` of a call of `target`."""
     if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != index:
         return False
     source = node.args[0]
@@ -130,7 +132,7 @@ def _scaled(node: Any) -> tuple[Any, float]:
 
 
 def _renormalized(node: Any) -> tuple[Any, bool]:
-    """`weights / sum(weights)`, whatever keeps the sum from 0."""
+    """Match `weights / sum(weights)`, with or without an epsilon or clamp that keeps the sum from 0."""
     if node.target != aten.div.Tensor:
         return node, False
     weights, total = node.args
@@ -166,12 +168,15 @@ def _score(node: Any, of_chosen: str) -> tuple[str, fx.Node]:
 
 
 def _grouped(choice: Any) -> tuple[Any, Routing]:
-    """What is chosen from, and the groups that limit it: experts outside of the best groups are masked."""
+    """Return what experts are chosen from, and the groups that limit the choice.
+
+    Experts outside of the best groups are masked.
+    """
     none = Routing(choice, None, 0, False, "softmax", 1.0)
     if choice.target != aten.masked_fill.Scalar:
         return choice, none
     scores, mask, value = choice.args
-    # Scores of a softmax are positive, so 0 masks as well as -inf does.
+    # The scores of a softmax are positive, so a fill value of 0 masks as well as -inf does.
     _require(value in (-float("inf"), 0.0) and mask.target == aten.bitwise_not.default, "its mask is none of groups")
     marks = _through(mask.args[0], (*CASTS, *VIEWS))
     _require(marks.target == aten.scatter.value, f"its mask is {_what(marks)}, expected marked groups")

@@ -1,7 +1,7 @@
 """Pack linears that share their input into one: q, k, v, and gate, up.
 
-One wide product keeps the cores busy and reads its input once. The weights (and biases) are concatenated by output
-row; each old result becomes a slice of the new one, which costs nothing.
+One wide product keeps the cores busy and reads its input once. The weights (and biases) are concatenated by output row;
+each former result becomes a slice of the new one, which costs nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
 
 
 def _why_not(node: fx.Node) -> str:
-    """Routers stay apart: their few rows are read in another precision by quantizing passes."""
+    """Return why a linear must not be packed, or "" if it may be.
+
+    Routers stay apart, because quantizing passes read their few rows in another precision.
+    """
     if any(user.target == inferc.moe_routing.default for user in node.users):
         return "it is a router"
     for each in _operands(node)[1:]:
@@ -54,7 +57,7 @@ class PackProjections:
         return len(groups)
 
     def _alike(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
-        """Those of the linears of one input that can be one, with a bias or without and of one dtype."""
+        """Group the linears of one input that can be packed: all with a bias or all without, and of one dtype."""
         alike: dict[tuple[bool, torch.dtype], list[fx.Node]] = {}
         for node in nodes:
             reason = _why_not(node)
@@ -71,7 +74,10 @@ class PackProjections:
 
 
 def _common_name(names: list[str]) -> str:
-    """`layers.0.attention.q+k+v` of `layers.0.attention.q`, `….k`, `….v`; a common suffix is written once."""
+    """Join names: `layers.0.attention.q+k+v` from `layers.0.attention.q`, `….k`, `….v`.
+
+    A common suffix is written once.
+    """
     split = [name.split(".") for name in names]
     head = 0
     while all(len(parts) > head + 1 and parts[head] == split[0][head] for parts in split):

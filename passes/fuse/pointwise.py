@@ -1,8 +1,8 @@
 """Fuse chains of elementwise arithmetic into one op each, whatever they compute.
 
-What no named fusion took (scales, softcaps, gates, unusual activations) would be one pass over memory per op. A chain
-becomes one `inferc.pointwise`, whose expression a backend turns into code. Steps in between are no longer rounded to the
-model's dtype, so the result is nearer to float32's.
+Elementwise ops that no named fusion matched (scales, softcaps, gates, unusual activations) would each be one pass over
+memory. A chain of them becomes one `inferc.pointwise`, whose expression a backend turns into code. Intermediate values
+are not rounded to the model's dtype, so the result is nearer to that of float32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def _power(x: str, exponent: str) -> str:
 
 
 def _softplus(x: str, beta: str, threshold: str) -> str:
-    """log(1 + exp(beta * x)) / beta; what is lost of a large x is less than a rounding, and torch gives x there."""
+    """Write log(1 + exp(beta * x)) / beta.
+
+    Above the threshold torch returns x itself; the difference is less than a rounding error.
+    """
     scaled = x if float(beta) == 1.0 else f"({x} * {beta})"
     soft = f"log(1.0 + exp(min({scaled}, {threshold})))"
     return f"where(({scaled} > {threshold}), {x}, {soft if scaled == x else f'({soft} / {beta})'})"
@@ -44,7 +47,8 @@ def _scaled(x: str, alpha: str) -> str:
     return x if float(alpha) == 1.0 else f"{x} * {alpha}"
 
 
-# The expression of each op over its arguments: texts for values and numbers, modes, dtypes and None as they are.
+# The expression of each op over its arguments: values and numbers are given as text; modes, dtypes and None as they
+# are.
 OPS: dict[Any, Callable[..., str]] = {
     aten.add.Tensor: lambda x, y, alpha: f"({x} + {_scaled(y, alpha)})",
     aten.sub.Tensor: lambda x, y, alpha: f"({x} - {_scaled(y, alpha)})",
@@ -72,8 +76,9 @@ OPS: dict[Any, Callable[..., str]] = {
         for name in ("abs", "erf", "exp", "floor", "log", "rsqrt", "sigmoid", "silu", "sqrt", "tanh")
     },
 }
-NATIVE = (aten.add.Tensor, aten.mul.Tensor)  # kernels of their own where nothing is to be broadcast
-WRITTEN_TWICE = (aten.square.default, aten.pow.Tensor_Scalar, aten.softplus.default)  # their argument, in a text
+NATIVE = (aten.add.Tensor, aten.mul.Tensor)  # ops with kernels of their own, if nothing is broadcast
+# ops whose expression contains their argument twice
+WRITTEN_TWICE = (aten.square.default, aten.pow.Tensor_Scalar, aten.softplus.default)
 COMPARISONS = (aten.gt.Scalar, aten.lt.Scalar)
 
 
@@ -84,7 +89,7 @@ def _clamped(x: str, low: str | None, high: str | None) -> str:
 
 @dataclass
 class _Group:
-    """A chain under construction: the calls it takes in, and what it reads."""
+    """A chain under construction: the calls that it has taken in, and the values that they read."""
 
     root: fx.Node
     members: set[fx.Node] = field(default_factory=set)
@@ -121,7 +126,7 @@ class FusePointwise:
 
 
 def _why_not(program: Program, node: fx.Node) -> str | None:
-    """None for arithmetic on the elements of rows; else why it is not that, "" where it does not look like it."""
+    """Return None for elementwise arithmetic on rows, else why it is none; "" if it does not look like it."""
     if node.op != "call_function" or node.target not in OPS:
         return ""
     value = node.meta["val"]
@@ -130,20 +135,20 @@ def _why_not(program: Program, node: fx.Node) -> str | None:
     if node.target == aten.pow.Tensor_Scalar and float(node.args[1]) not in EXPONENTS:  # type: ignore[arg-type]
         return f"its exponent is {node.args[1]}, expected one of {', '.join(map(str, EXPONENTS))}"
     if not value.is_floating_point() and node.target not in COMPARISONS:
-        # Integers in float32 would be wrong beyond 2^24; positions alone stay below.
+        # Integers beyond 2^24 are inexact in float32; only positions stay below.
         return f"it makes {dtype_name(value.dtype)}, expected floating point"
     endless = endless_argument(node)
     return None if endless is None else f"its argument {endless} is no finite number"
 
 
 def _per_row(program: Program, node: fx.Node) -> bool:
-    """Whether the value has a row for each token, or for each row whose logits are asked for."""
+    """Return whether the value has a row for each token, or for each row whose logits are asked for."""
     rows = {str(each.meta["val"].shape[0]) for each in program.inputs() if each.name in ("token_ids", "logits_rows")}
     return str(node.meta["val"].shape[0]) in rows
 
 
 def _grow(program: Program, root: fx.Node) -> _Group:
-    """Take in producers that nothing else reads, nearest first, as long as the inputs are few."""
+    """Take in producers that nothing else reads, nearest first, as long as there are at most MAX_INPUTS inputs."""
     group = _Group(root, {root})
     todo = list(root.all_input_nodes)
     while todo:
@@ -164,7 +169,7 @@ def _grow(program: Program, root: fx.Node) -> _Group:
 
 
 def _is_native(group: _Group) -> bool:
-    """A lone addition or multiplication of equal shapes, or by a number."""
+    """Return whether the chain is a single addition or multiplication of equal shapes, or by a number."""
     root = group.root
     if len(group.members) > 1 or root.target not in NATIVE:
         return False
@@ -199,7 +204,7 @@ def _rewrite(program: Program, group: _Group) -> None:
 
 
 def _expression(group: _Group, names: dict[fx.Node, str]) -> str:
-    """The members' texts put together; one that is read twice gets a name."""
+    """Combine the members' texts into one expression; a text that is read twice gets a name."""
     named: list[str] = []
     for node in sorted(group.members):
         text = text_of(node, names)
@@ -214,31 +219,35 @@ def _expression(group: _Group, names: dict[fx.Node, str]) -> str:
 
 
 def endless_argument(node: fx.Node) -> float | None:
-    """An argument that is infinite or no number, which an expression cannot hold."""
+    """Return an argument that is infinite or NaN, which an expression cannot hold, or None."""
     return next((arg for arg in arguments(node) if isinstance(arg, float) and not math.isfinite(arg)), None)
 
 
 def text_of(node: fx.Node, names: dict[fx.Node, str]) -> str:
-    """The expression of a call of one of OPS over the texts of the values it reads."""
+    """Return the expression of a call of one of OPS over the texts of the values that it reads."""
     return OPS[node.target](*(_argument(node, index, names) for index in range(len(arguments(node)))))
 
 
 def _argument(node: fx.Node, index: int, names: dict[fx.Node, str]) -> Any:
-    """What the table gets of an argument: a value's text; a comparison where a choice is made by it, else a number."""
+    """Return what the table OPS receives for an argument.
+
+    A value is given by its text. A comparison is given as one if a choice is made by it, and as a number otherwise.
+    """
     arg = arguments(node)[index]
     if isinstance(arg, (int, float)):
         return repr(arg)
     if not isinstance(arg, fx.Node):
         return arg
     text = names[arg]
-    compared = arg.target in COMPARISONS and not text.isidentifier()  # here, and is no input
+    # A comparison that is part of this expression, and not one of its inputs.
+    compared = arg.target in COMPARISONS and not text.isidentifier()
     if node.target == aten.where.self and index == 0:
         return text if compared else f"({text} > 0.5)"
     return f"where({text}, 1.0, 0.0)" if compared else text
 
 
 def _reads_twice(node: fx.Node, group: _Group) -> bool:
-    """Whether what reads the node is written more than once: by its op, or as a comparison that several read."""
+    """Return whether a reader of the node is written twice: by its op, or as a comparison that several nodes read."""
     return any(
         user in group.members and (user.target in WRITTEN_TWICE or (user.target in COMPARISONS and len(user.users) > 1))
         for user in node.users
@@ -246,7 +255,7 @@ def _reads_twice(node: fx.Node, group: _Group) -> bool:
 
 
 def _without_brackets(text: str) -> str:
-    """`a + b` of `(a + b)`, where the two brackets belong together."""
+    """Return `a + b` for `(a + b)`, if the two outer brackets belong together."""
     depth = 0
     for index, char in enumerate(text):
         depth += (char == "(") - (char == ")")
@@ -256,7 +265,7 @@ def _without_brackets(text: str) -> str:
 
 
 def weight_behind(node: fx.Node) -> fx.Node:
-    """The weight that views and casts make a single number of; another node is itself."""
+    """Return the weight that views and casts turn into this single number; return any other node itself."""
     source = node
     while source.target in (aten.view.default, aten._to_copy.default) and source.meta["val"].numel() == 1:
         source = source.args[0]  # type: ignore[assignment]
@@ -264,7 +273,7 @@ def weight_behind(node: fx.Node) -> fx.Node:
 
 
 def _number(program: Program, node: fx.Node) -> float | None:
-    """The value of a constant with one element, which then stands in the expression."""
+    """Return the value of a constant with one element, which is then written into the expression, or None."""
     source = weight_behind(node)
     if source.op != "get_attr" or source.meta["val"].dim() != 1 or source.meta["val"].numel() != 1:
         return None

@@ -1,7 +1,7 @@
 """Fuse the packed projection of q, k and v into the op that rotates them and writes K and V into the cache.
 
-A head is finished where it is computed: one write and one read of [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-less, and one barrier between threads.
+A head is finished where it is computed. This saves one write and one read of [num_tokens, (num_heads + 2 *
+num_kv_heads) * head_dim] and one barrier between threads.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ PROJECTIONS = (
     inferc.linear_w8a8.default,
     inferc.linear_w4a8.default,
 )
-# What such a projection may have beside x, weight and bias, and the op then has too.
+# Arguments that a quantized projection has besides x, weight and bias; the fused op takes them too.
 INTEGERS = ("x_scale", "scale", "group_scale", "dtype")
 
 
 class Other(Exception):
-    """What feeds the op is no packed projection of q, k and v; the message says what it is."""
+    """The error raised if the op is not fed by a packed projection of q, k and v; the message says what feeds it."""
 
 
 @dataclass(frozen=True)
 class FuseQKV:
-    """The pass; `name` is in the log."""
+    """The pass that fuses packed q, k and v projections; the pass log shows its `name`."""
 
     name: str = "fuse_qkv_rope_kv_write"
 
@@ -56,7 +56,7 @@ class FuseQKV:
 
 
 def _projection(node: fx.Node) -> fx.Node:
-    """The linear whose columns are the heads of q, of k and of v, side by side and read by nobody else."""
+    """Return the linear whose columns are the heads of q, k and v, side by side and read by nothing else."""
     heads = [_heads(each) for each in arguments(node)[:3]]
     sources = {source for source, _, _ in heads}
     if len(sources) != 1:
@@ -81,7 +81,7 @@ def _projection(node: fx.Node) -> fx.Node:
 
 
 def _heads(node: object) -> tuple[fx.Node, int, int]:
-    """The value of which heads [num_tokens, heads, head_dim] are the columns [low, high)."""
+    """Return the value and the columns [low, high) of it that the heads [num_tokens, heads, head_dim] are a view of."""
     assert isinstance(node, fx.Node)
     if node.target != aten.view.default:
         raise Other(f"{name_of(node)} is {target_name(node.target)}; expected heads of a packed projection")

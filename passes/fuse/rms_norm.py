@@ -1,6 +1,6 @@
 """Fuse RMSNorm, in the three rounding orders that models use.
 
-Saves five writes and reads of a [num_tokens, hidden_size] activation, in float32.
+Each fusion saves five writes and reads of a [num_tokens, hidden_size] activation in float32.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ def _normalised(x: Tensor, eps: float) -> Tensor:
 
 
 def rounded_before_scale(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Llama: the normalised row is rounded to the model's dtype, then multiplied by the weight."""
+    """Match Llama's order: the normalised row is rounded to the model's dtype, then multiplied by the weight."""
     return aten.mul.Tensor(aten._to_copy.default(_normalised(x, eps), dtype=dtype), weight)
 
 
 def rounded_after_scale(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """gpt-oss: multiplied by the weight in float32, then rounded."""
+    """Match gpt-oss's order: the normalised row is multiplied by the weight in float32, then rounded."""
     scaled = aten.mul.Tensor(_normalised(x, eps), aten._to_copy.default(weight, dtype=torch.float32))
     return aten._to_copy.default(scaled, dtype=dtype)
 
 
 def promoted_by_scale(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """As `rounded_after_scale`, the weight's cast being left to type promotion."""
+    """Match the order of `rounded_after_scale` if type promotion casts the weight instead of an explicit op."""
     return aten._to_copy.default(aten.mul.Tensor(_normalised(x, eps), weight), dtype=dtype)
 
 
 def offset_weight(x: Tensor, weight: Tensor, eps: float, weight_offset: float, dtype: torch.dtype) -> Tensor:
-    """Gemma: multiplied by `offset + weight` in float32, then rounded."""
+    """Match Gemma's order: the normalised row is multiplied by `offset + weight` in float32, then rounded."""
     scale = aten.add.Tensor(aten._to_copy.default(weight, dtype=torch.float32), weight_offset)
     return aten._to_copy.default(aten.mul.Tensor(_normalised(x, eps), scale), dtype=dtype)
 
 
 def unscaled(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Llama 4's q and k, Gemma 3n's v: without a weight."""
+    """Match a norm without a weight, as of Llama 4's q and k and of Gemma 3n's v."""
     return aten._to_copy.default(_normalised(x, eps), dtype=dtype)
 
 

@@ -1,6 +1,6 @@
 """Fuse the residual addition into the RMSNorm that follows it.
 
-Saves one read of a [num_tokens, hidden_size] activation for each norm.
+Each norm saves one read of a [num_tokens, hidden_size] activation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Fuse rotary position embedding: one table of cosines and sines a step, one `rope` for each of q and k.
+"""Fuse rotary position embedding into one table of cosines and sines per step, and one `rope` for each of q and k.
 
 A rotation is recognised by what it computes and not by its spelling (see rotations.py). YaRN's attention factor becomes
-the table's `scaling`; what llama3 and YaRN do to the frequencies is inside the constant `inv_freq`. Rotation may cover
-the first part of a head only, or a head that is itself a part of another.
+the table's `scaling`; the frequency changes of llama3 and YaRN are inside of the constant `inv_freq`. A rotation may
+cover only the first part of a head, or a head that is itself a part of another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten, inferc = torch.ops.aten, torch.ops.inferc
 
 @dataclass(frozen=True)
 class FuseRope:
-    """Rewrites each rotation, then keeps one table for all of them."""
+    """A pass that rewrites each rotation and then keeps one table for all of them."""
 
     name: str = "fuse_rope"
 
@@ -31,7 +31,7 @@ class FuseRope:
         rotated = {node: terms for node, terms in known.items() if terms.source is not None and terms.table is not None}
         covered: set[fx.Node] = set()
         count = 0
-        # From the end, so that of a rotation and its parts the whole is found.
+        # Go from the end, so that a whole rotation is found before the parts of it.
         for node in reversed(list(rotated)):
             if node in covered or all(user in covered for user in node.users):
                 continue
@@ -62,7 +62,7 @@ def _rotation(program: Program, node: fx.Node, terms: Terms) -> Rotation | str:
 
 
 def _negated(program: Program, inv_freq: fx.Node) -> fx.Node:
-    """The constant of frequencies that turn the other way."""
+    """Return the constant of frequencies that turn the other way."""
     name = f"{inv_freq.target}.negative"
     known: list[fx.Node] = [node for node in program.graph.nodes if (node.op, node.target) == ("get_attr", name)]
     if known:
@@ -75,7 +75,8 @@ def _rewrite(program: Program, node: fx.Node, found: Rotation) -> None:
     graph, made = program.graph, []
     with graph.inserting_before(node):
         x = found.source
-        if x.meta["val"].dim() != 3:  # heads in pairs, which were complex numbers
+        # Heads that are split into pairs were complex numbers.
+        if x.meta["val"].dim() != 3:
             heads = int(x.meta["val"].shape[1])
             x = graph.call_function(aten.view.default, (x, [-1, heads, x.meta["val"].shape[2:].numel()]))
             infer_types(program, [x])

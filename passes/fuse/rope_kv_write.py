@@ -1,7 +1,7 @@
 """Fuse the rotation of q and k with the write of K and V into the cache, and the norms of their heads with both.
 
-Rotated K goes straight into its slot: one write and one read of [num_tokens, num_kv_heads, head_dim] less; with the norms in
-it (Qwen3, Gemma 3) another one of q and of k.
+Rotated K goes straight into its slot, which saves one write and one read of [num_tokens, num_kv_heads, head_dim]. With
+the norms in it (Qwen3, Gemma 3) another write and read of q and of k is saved.
 """
 
 from __future__ import annotations

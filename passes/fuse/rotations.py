@@ -1,8 +1,9 @@
-"""What a piece of graph does to the elements of a head, whatever ops it is spelled with.
+"""Determine which rotation a piece of a graph applies to the elements of a head, whatever ops it is spelled with.
 
-Models write rotary embedding as halves or neighbours, with cat, stack, chunk, strided slices or repeat_interleave, on the
-whole head or a part of it, or as complex numbers. All of it is linear in the head: an output element is a sum of terms `coefficient * trig(angle
-of a frequency) * input element`. Terms are followed through the ops as arrays, so two spellings of one rotation are equal.
+Models write rotary embedding as halves or neighbours, with cat, stack, chunk, strided slices or repeat_interleave, on
+the whole head or a part of it, or as complex numbers. All of it is linear in the head: an output element is a sum of
+terms `coefficient * trig(angle of a frequency) * input element`. Terms are followed through the ops as arrays, so two
+spellings of one rotation are equal.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from torch import Tensor, fx
 from inferc.ir.program import arguments
 
 aten = torch.ops.aten
-ANGLE, COS, SIN, ONE = 0, 1, 2, 3  # what multiplies an element: an angle itself, its cosine or sine, or nothing
+# What multiplies an element: an angle itself, its cosine, its sine, or nothing.
+ANGLE, COS, SIN, ONE = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Table:
-    """Where angles come from: positions times frequencies."""
+    """The source of a rotation's angles, which are positions times frequencies."""
 
     positions: fx.Node
     inv_freq: fx.Node
@@ -34,10 +36,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Terms:
-    """A value as sums of terms: arrays [num_terms, *sizes of the value's rest], coefficient 0 where there is no term.
+    """A value as sums of terms: arrays [num_terms, *sizes of the value without its token axis].
 
-    element counts flat in the source's rest; -1 where the value is of the table alone. Complex numbers have one more
-    axis, the last, for their real and imaginary parts.
+    The coefficient is 0 where there is no term. `element` is a flat index into the source without its token axis; it is
+    -1 if the value depends on the table alone. Complex numbers have one more axis, the last, for their real and
+    imaginary parts.
     """
 
     source: fx.Node | None
@@ -59,9 +62,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Elements [start, stop) of the source's heads, the first 2 * len(inv_freq) of them rotated, in pairs as in `rope`.
+    """A rotation of the elements [start, stop) of the source's heads; the first 2 * len(inv_freq) of them are rotated.
 
-    `is_backwards`: by the negative of the table's angles.
+    pairs: how the elements are paired, as in `rope`.
+    is_backwards: whether it rotates by the negative of the table's angles.
     """
 
     source: fx.Node
@@ -74,7 +78,7 @@ class Rotation:
 
 
 def _rest(node: fx.Node) -> tuple[int, ...] | None:
-    """A value's sizes but for its tokens, if they are numbers."""
+    """Return a value's sizes without its token axis, or None if they are not all numbers."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() < 1:
         return None
@@ -83,11 +87,11 @@ def _rest(node: fx.Node) -> tuple[int, ...] | None:
 
 
 class Interpreter:
-    """Terms of every node that has them, computed in graph order."""
+    """An interpreter that computes the terms of every node that has them, in graph order."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.known: dict[fx.Node, Terms] = {}
-        self.views: dict[Any, fx.Node] = {}  # the first of equal views, which stands for all of them
+        self.views: dict[Any, fx.Node] = {}  # the first of equal views stands for all of them
         for node in graph.nodes:
             if node.op == "call_function":
                 terms = self._call(node)
@@ -107,7 +111,7 @@ class Interpreter:
         return rule(self, node)
 
     def operand(self, arg: Any) -> Terms | None:
-        """The terms of an argument; a value without any is its own source."""
+        """Return the terms of an argument; a value that has none is its own source."""
         if not isinstance(arg, fx.Node):
             return None
         if arg in self.known:
@@ -128,7 +132,8 @@ class Interpreter:
             if terms is not None:
                 self.known[arg] = terms
                 return terms
-        if arg.target == aten.view.default:  # what is written in place (a clamp) is viewed anew by each reader
+        # A value that is written in place (a clamp) is viewed anew by each reader.
+        if arg.target == aten.view.default:
             arg = self.views.setdefault((arg.args[0], str(arg.args[1])), arg)
         shape = (1, *rest)
         elements = np.arange(int(np.prod(rest)), dtype=np.int32).reshape(shape)
@@ -136,7 +141,7 @@ class Interpreter:
 
 
 def _angle(node: fx.Node) -> Terms | None:
-    """`positions * inv_freq`, [num_tokens, frequencies]."""
+    """Match `positions * inv_freq`, [num_tokens, frequencies]."""
     if node.target != aten.mul.Tensor:
         return None
     for row, column in (node.args, node.args[::-1]):
@@ -180,7 +185,7 @@ def _trig(kind: int) -> Callable[[Interpreter, fx.Node], Terms | None]:
 
 
 def _polar(terms: Interpreter, node: fx.Node) -> Terms | None:
-    """Complex numbers of length 1: cosines and sines."""
+    """Match complex numbers of length 1, whose parts are cosines and sines."""
     length, angle = node.args
     x = terms.operand(angle)
     is_one = isinstance(length, fx.Node) and length.target == aten.ones_like.default
@@ -225,7 +230,7 @@ def _mul(terms: Interpreter, node: fx.Node) -> Terms | None:
 
 
 def _product(a: Terms, b: Terms) -> Terms | None:
-    """Elements of a source times cosines and sines."""
+    """Multiply elements of a source by cosines and sines."""
     if b.source is not None or a.table is not None or len(a.trig) != 1 or len(b.trig) != 1:
         return None
     if (a.trig != ONE).any() or (b.trig == ANGLE).any():
@@ -278,7 +283,7 @@ def _join(stack: bool) -> Callable[[Interpreter, fx.Node], Terms | None]:
 
 
 def _padded(array: NDArray[Any], count: int) -> NDArray[Any]:
-    """`count` terms, those that are added having no coefficient."""
+    """Pad to `count` terms; the added terms have coefficient 0."""
     missing = [(0, count - len(array))] + [(0, 0)] * (array.ndim - 1)
     return np.pad(array, missing)
 
@@ -347,7 +352,8 @@ REARRANGEMENTS: dict[Any, Callable[[fx.Node, Terms], Terms | None]] = {
 NOT_COMPLEX = (aten.slice.Tensor, aten.view.default, aten.expand.default, aten.permute.default, aten.select.int)
 
 
-SIGNED = (aten.neg.default, aten.cat.default, aten.stack.default)  # what may be done to a head before it is multiplied
+# Ops that may be applied to a head before it is multiplied.
+SIGNED = (aten.neg.default, aten.cat.default, aten.stack.default)
 
 
 def _rearrange(terms: Interpreter, node: fx.Node) -> Terms | None:
@@ -373,7 +379,7 @@ RULES: dict[Any, Callable[[Interpreter, fx.Node], Terms | None]] = {
 
 
 def rotation(terms: Terms, heads: int, dim: int) -> Rotation | str:
-    """The rotation that a value [num_tokens, heads, dim] is of its source's heads, or why it is none."""
+    """Return which rotation of its source's heads a value [num_tokens, heads, dim] is, or why it is none."""
     source, table = terms.source, terms.table
     if source is None or table is None:
         return "it rotates nothing"

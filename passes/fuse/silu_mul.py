@@ -1,6 +1,6 @@
 """Fuse `silu(gate) * up` into one op.
 
-Saves one write and one read of a [num_tokens, intermediate_size] activation.
+Each fusion saves one write and one read of a [num_tokens, intermediate_size] activation.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Passes that end a pipeline: rows, kernels, segments, memory."""
+"""Passes that end a pipeline: they select rows, choose kernels, partition segments and plan memory."""

@@ -1,7 +1,7 @@
 """Choose the kernel of each node, and store weights in the layouts that the chosen kernels read.
 
-Selection reads dtypes, shapes and the target only. The kernel's name goes into `meta["kernel"]` and with the program
-into the artifact: nothing is chosen while serving but the instruction set.
+Selection reads dtypes, shapes and the target only. The kernel's name goes into `meta["kernel"]` and, with the program,
+into the artifact: only the instruction set is chosen at serving time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from inferc.targets import Target
 
 @dataclass(frozen=True)
 class ChooseKernels:
-    """The first of `kernels` that runs a node; within a segment, which an engine computes, the first of `in_segments`."""
+    """A pass that chooses for each node the first of `kernels` that runs it.
+
+    Within a segment, which a TensorRT engine computes, it is the first of `in_segments`.
+    """
 
     target: Target
-    kernels: tuple[Kernel, ...]  # best first
+    kernels: tuple[Kernel, ...]  # in order of preference
     in_segments: tuple[Kernel, ...] = ()
     name: str = "choose_kernels"
 
@@ -43,9 +46,13 @@ class ChooseKernels:
         return changed
 
     def _choose(self, program: Program) -> dict[fx.Node, Kernel]:
-        """Raises UnsupportedError with all that cannot run, each kind of node once."""
+        """Select a kernel for each node.
+
+        Raises UnsupportedError with everything that cannot run, each kind of node once.
+        """
         chosen: dict[fx.Node, Kernel] = {}
-        refused: dict[str, list[str]] = {}  # of each op and what it reads, by the refusals of its nodes
+        # The refusals of the nodes, by op and result type.
+        refused: dict[str, list[str]] = {}
         for node in filter(needs_kernel, program.graph.nodes):
             try:
                 kernels = self.kernels if segment_of(node) is None else self.in_segments
@@ -62,7 +69,7 @@ def _of_nodes(errors: list[str]) -> str:
 
 
 def _collect_layouts(node: fx.Node, kernel: Kernel, wanted: dict[str, str | None]) -> None:
-    """Note each weight's layout. A weight is stored once, so its readers must agree."""
+    """Record the layout of each weight that `kernel` reads; all readers must agree, because a weight is stored once."""
     for name, layout in kernel.weight_layouts.items():
         reader = argument(node, name)
         if not isinstance(reader, fx.Node) or reader.op != "get_attr":

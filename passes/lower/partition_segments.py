@@ -1,10 +1,13 @@
-"""Number the nodes that TensorRT computes between our kernels, segment by segment, and bring them into the order in which they run.
+"""Number the segments that TensorRT computes between our kernels, and sort the nodes into the order in which they run.
 
-Kernels of ours stay what uses the KV cache, which is in blocks and which no engine knows, and what TensorRT would compute at a
-multiple of its cost: experts, of which it knows no choice, and their routing; the LM head, whose operands it would have in
-float32; rows of an embedding in int8, which it does not look up. A segment is everything between them that can run at once. It is cut behind the projection of q, K and V: their norms
-and rotation belong to the kernel that writes the cache, which reads the projection once, and an engine would write them out to
-be read again. The table of rotations is read by those kernels alone, and so it is one too.
+Kernels of ours run everything that uses the KV cache, which is stored in blocks and which no engine knows. They also
+run what TensorRT would compute at a multiple of its cost: experts, whose selection it does not know, and their routing;
+the LM head, whose operands it would convert to float32; rows of an int8 embedding, which it cannot look up.
+
+A segment is everything between those kernels that can run at once. It ends after the projection of q, K and V: their
+norms and rotation belong to the kernel that writes the cache. That kernel reads the projection once, whereas an engine
+would write q, K and V to memory to be read again. The rotation table is a kernel of ours too, because only those
+kernels read it.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ KERNELS_OF_OURS = frozenset(
 
 @dataclass(frozen=True)
 class PartitionSegments:
-    """Returns the number of segments."""
+    """A pass that numbers the segments and returns how many there are."""
 
     name: str = "partition_segments"
 
@@ -53,7 +56,7 @@ class PartitionSegments:
         count = 0
 
         def take(is_one: Callable[[fx.Node], bool]) -> list[fx.Node]:
-            """Those of `waiting` that can run, and views of what is there."""
+            """Take the nodes of `waiting` that can run now and satisfy `is_one`, and views of finished values."""
             taken = []
             for node in waiting:
                 if (node.target in VIEWS or is_one(node)) and done.issuperset(node.all_input_nodes):
@@ -66,12 +69,13 @@ class PartitionSegments:
         while waiting:
             if take(_is_ours):
                 continue
-            # Rows whose logits are asked for come last: what they are selected of may be computed in several segments.
+            # Nodes on selected logits rows come last: the tokens' rows that they are selected from may need several
+            # segments.
             taken = take(lambda node: not _is_ours(node) and kinds.get(_rows(node)) == "tokens")
             taken = taken or take(lambda node: not _is_ours(node))
             for node in taken:
                 node.meta["segment"] = count
-            count += bool(taken)  # else views alone
+            count += bool(taken)  # only views were taken otherwise
         _reorder(program, [*ordered, *(node for node in calls if node not in of_step)])
         return count
 
@@ -82,13 +86,13 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def _rows(node: fx.Node) -> str:
-    """The symbol of axis 0."""
+    """Return the symbol of the size of axis 0."""
     value = node.meta["val"]
     return str((value[0] if isinstance(value, tuple) else value).shape[0])
 
 
 def _reorder(program: Program, calls: list[fx.Node]) -> None:
-    """Weights first, then the calls in this order."""
+    """Move the weights to the front of the graph, followed by the calls in the given order."""
     last = program.inputs()[-1]
     weights = [node for node in program.graph.nodes if node.op == "get_attr"]
     for node in [*weights, *calls]:

@@ -1,10 +1,12 @@
 """Give every value of the step a place in the arena: first fit by liveness, largest values first.
 
-A value has rows on one axis: a row for each token (pool "T"), logits row ("S") or sequence ("B"); what the LM head and
-sampling make has at most 64 rows at a time and a pool of its own ("sample"). Rows of a multiple of 512 bytes are followed
-by a cache line that nothing uses: see `padded`; but not in a program with segments (`codegen/segments.py`). Within a pool a place is counted in bytes a row, so one plan serves every
-token budget: the address of a place is `offset` times the pool's most rows, rounded up to a multiple of 64, which also
-aligns every value to 64 bytes, and those of a program with segments to 256. Views, slices, parts of tuples and what stays inside of a segment
+A value has rows on axis 0: one per token (pool "T"), per logits row ("S") or per sequence ("B"). The values of the LM
+head and of sampling have at most 64 rows at a time and a pool of their own ("sample"). Rows of a multiple of 512 bytes
+are followed by an unused cache line (see `padded`), except in a program with segments (`codegen/segments.py`).
+
+Within a pool a place is counted in bytes per row, so one plan serves every token budget: the address of a place is
+`offset` times the largest row count of the pool, rounded up to a multiple of 64. This aligns every value to 64 bytes,
+and those of a program with segments to 256. Views, slices, parts of tuples and values that stay inside of a segment
 have no place.
 """
 
@@ -25,8 +27,9 @@ from inferc.ir.program import Program, ancestors
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 VIEWS = (aten.view.default, aten.slice.Tensor)
-SEGMENT_ALIGNMENT = 256 // ROW_ALIGNMENT  # bytes a row of which a segment's values begin at multiples, and their pools
-ROTATES_AND_WRITES = (  # return (q, cache)
+# In bytes per row: the values of a program with segments, and their pools, begin at multiples of it.
+SEGMENT_ALIGNMENT = 256 // ROW_ALIGNMENT
+ROTATES_AND_WRITES = (  # ops that return (q, cache)
     inferc.rope_kv_write.default,
     inferc.norm_rope_kv_write.default,
     inferc.qkv_rope_kv_write.default,
@@ -38,7 +41,10 @@ HIDDEN_IN = "hidden_in"
 
 @dataclass(frozen=True)
 class Place:
-    """Rows [offset, offset + row_bytes) of `pool`, in bytes a row: from one row to the next, its padding included."""
+    """The place of a value's rows in a pool, [offset, offset + row_bytes), counted in bytes per row.
+
+    row_bytes is the distance from one row to the next and includes the row's padding.
+    """
 
     pool: str
     row_bytes: int
@@ -47,14 +53,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that needs a place, live from call `first` to call `last` of the graph, both included."""
+    """A tensor that needs a place; it is live from call `first` to call `last` of the graph, both included."""
 
     name: str
     pool: str
     row_bytes: int
     first: int
     last: int
-    alignment: int = 1  # of its offset
+    alignment: int = 1  # the value's offset is a multiple of it
 
     def live_with(self, other: Value) -> bool:
         return self.pool == other.pool and self.first <= other.last and other.first <= self.last
@@ -62,7 +68,11 @@ class Value:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """values: places by node name, a part of a tuple under its getitem's; pools: bytes a row of each pool."""
+    """The places of all values of a step.
+
+    values: places by node name; a part of a tuple is listed under its getitem's name.
+    pools: bytes per row of each pool.
+    """
 
     values: dict[str, Place]
     pools: dict[str, int]
@@ -73,15 +83,15 @@ class MemoryPlan:
 
     @property
     def formula(self) -> dict[str, int]:
-        """The arena's bytes, see `Arena.formula`."""
+        """The terms of the arena's size in bytes, see `Arena.formula`."""
         return self.arena.formula
 
     def arena_bytes(self, num_tokens: int, num_rows: int, num_seqs: int) -> int:
-        """Bytes of the values' arena for at most so many tokens, logits rows and sequences a step."""
+        """Return the arena's size in bytes for steps of at most so many tokens, logits rows and sequences."""
         return self.arena.num_bytes(MostRows.of(num_tokens, num_rows, num_seqs))
 
     def address(self, name: str, num_tokens: int, num_rows: int, num_seqs: int) -> int:
-        """Where in the arena a value lies."""
+        """Return the address of a value in the arena, in bytes."""
         place = self.values[name]
         return self.arena.address(place.pool, place.offset, MostRows.of(num_tokens, num_rows, num_seqs))
 
@@ -93,22 +103,23 @@ class MemoryPlan:
 
 
 NO_PLAN = MemoryPlan({}, dict.fromkeys(POOLS, 0))
-"""Of a program whose values are placed by whatever runs it."""
+"""The plan of a program whose values are placed by whatever runs it."""
 
 
 # -------------------------------------------------------------------------------------------- liveness
 
 
 def live_values(program: Program) -> list[Value]:
-    """The values that need a place, in graph order."""
+    """Return the values that need a place, in graph order."""
     results = program.output().all_input_nodes
     step = ancestors(results[:1])
-    # Rows that come from another stage need a place too.
+    # Hidden rows that come from another pipeline stage need a place too.
     calls = [node for node in program.graph.nodes if node.op == "call_function" or node.name == HIDDEN_IN]
     index = _order(calls)
     last = _last_uses(calls, index, results)
     axes = _row_axes(program)
-    # Engines know no strides; and kernels that read rows of theirs beside others want one stride for both.
+    # Engines support no row strides, and kernels that read rows of an engine beside other rows need one stride for
+    # both.
     is_dense = any(segment_of(node) is not None for node in calls)
     made = []
     for node in calls:
@@ -120,9 +131,10 @@ def live_values(program: Program) -> list[Value]:
             name = node.meta.get("name", node.name)
             raise UnsupportedError(f"{name}: axis 0 is {value.shape[0]}; expected tokens, logits rows or sequences")
         row_bytes = math.prod(int(size) for size in value.shape[1:]) * value.dtype.itemsize
-        if node.target not in EXCHANGED and not is_dense:  # whose rows the ranks send and add as one run of bytes
+        # The ranks send and add the rows of an exchanged value as one contiguous run of bytes.
+        if node.target not in EXCHANGED and not is_dense:
             row_bytes = padded(row_bytes)
-        # A part of a tuple is there from the call that made the tuple on, though its getitem may come later.
+        # A part of a tuple is live from the call that made the tuple, though its getitem may come later.
         maker = node.args[0] if node.target is operator.getitem else node
         assert isinstance(maker, fx.Node)
         alignment = SEGMENT_ALIGNMENT if is_dense else 1
@@ -131,14 +143,17 @@ def live_values(program: Program) -> list[Value]:
 
 
 def _order(calls: list[fx.Node]) -> dict[fx.Node, int]:
-    """When each call runs. All of a segment is one: any of its results may be written before any of its values is read."""
+    """Return the position at which each call runs.
+
+    All calls of a segment share one position: any of its results may be written before any of its inputs is read.
+    """
     index = {node: at for at, node in enumerate(calls)}
     ends = {segment_of(node): at for node, at in index.items() if segment_of(node) is not None}
     return {node: ends.get(segment_of(node), at) for node, at in index.items()}
 
 
 def padded(row_bytes: int) -> int:
-    """Bytes from one row to the next, for rows of so many.
+    """Return the distance in bytes from one row to the next, for rows of `row_bytes` bytes.
 
     A product reads a block of columns of many rows. Where rows lie a multiple of 512 bytes apart, the lines of a column
     are in at most 8 of the 64 sets of a first-level cache and drive each other out of it, so one more line is left free
@@ -148,7 +163,7 @@ def padded(row_bytes: int) -> int:
 
 
 def _last_uses(calls: list[fx.Node], index: dict[fx.Node, int], results: list[fx.Node]) -> dict[fx.Node, int]:
-    """The last call that reads each node, through views of it too. Results live to the end."""
+    """Return the position of the last call that reads each node, directly or through views; results live to the end."""
     last = dict(index)
     for node in results:
         last[node] = len(calls)
@@ -161,7 +176,7 @@ def _last_uses(calls: list[fx.Node], index: dict[fx.Node, int], results: list[fx
 
 
 def _is_cache(node: fx.Node) -> bool:
-    """Whether the node is a KV cache, which has its own memory."""
+    """Return whether the node is a KV cache, which has its own memory."""
     if node.target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -179,7 +194,7 @@ def _row_axes(program: Program) -> dict[str, str]:
 
 
 def place_values(values: list[Value]) -> MemoryPlan:
-    """First fit, largest first: each value at the lowest offset that no value live with it covers."""
+    """Place values by first fit, largest first: each at the lowest offset that no value live with it covers."""
     placed: list[tuple[Value, Place]] = []
     for value in sorted(values, key=lambda each: (-each.row_bytes, each.first)):
         taken = sorted((p.offset, p.offset + p.row_bytes) for other, p in placed if other.live_with(value))
@@ -194,12 +209,12 @@ def place_values(values: list[Value]) -> MemoryPlan:
         pool: max((p.offset + p.row_bytes for p in by_name.values() if p.pool == pool), default=0) for pool in POOLS
     }
     to = max((value.alignment for value in values), default=1)
-    pools = {pool: -(-size // to) * to for pool, size in pools.items()}  # where the next one begins
+    pools = {pool: -(-size // to) * to for pool, size in pools.items()}  # the next pool begins at an aligned offset
     return MemoryPlan({value.name: by_name[value.name] for value in values}, pools)
 
 
 def verify_plan(values: list[Value], plan: MemoryPlan) -> None:
-    """Raise VerifyError where two live values share a byte, or a value reaches past its pool."""
+    """Raise VerifyError if two live values share a byte, or if a value reaches past its pool."""
     for at, value in enumerate(values):
         place = plan.values.get(value.name)
         if place is None or (place.pool, place.row_bytes) != (value.pool, value.row_bytes):
@@ -218,7 +233,7 @@ def verify_plan(values: list[Value], plan: MemoryPlan) -> None:
 
 
 def memory_plan(program: Program) -> MemoryPlan:
-    """The plan of a lowered program, checked. Equal programs have equal plans."""
+    """Return the verified memory plan of a lowered program; equal programs have equal plans."""
     values = live_values(program)
     plan = place_values(values)
     verify_plan(values, plan)
@@ -227,7 +242,7 @@ def memory_plan(program: Program) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """Writes each value's place into `meta["place"]`, which is printed; `memory_plan` has the whole plan."""
+    """A pass that writes each value's place into `meta["place"]`; `memory_plan` returns the whole plan."""
 
     name: str = "plan_memory"
 

@@ -1,8 +1,8 @@
 """Compute only the rows whose logits were asked for, from just after the last attention on.
 
 The selection starts in front of the output and moves up through every op that works row by row, so that the last
-layer's projections, experts and norm run on [num_rows, …] and not on [num_tokens, …]. A prefill samples one row of
-each sequence, whatever its length.
+layer's projections, experts and norm run on [num_rows, …] and not on [num_tokens, …]. A prefill samples one row per
+sequence, whatever its length.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ ROW_WISE = frozenset(
         inferc.moe_routing.default,
         inferc.moe_experts.default,
         inferc.all_reduce.default,
-        inferc.all_gather.default,  # of columns; the exchange of experts keeps its rows to itself
+        # A gather is of columns; the exchange of experts keeps its rows to itself.
+        inferc.all_gather.default,
         inferc.expert_choose.default,
         inferc.expert_dispatch.default,
         inferc.expert_combine.default,
@@ -65,7 +66,7 @@ class SelectRows:
 
 
 def _has_rows(program: Program, node: fx.Node) -> bool:
-    """Whether axis 0 of the value is the step's tokens."""
+    """Return whether axis 0 of the value is the step's tokens."""
     tokens = program.inputs()[0].meta["val"].shape[0]
     value = node.meta["val"]
     value = value[0] if isinstance(value, tuple) else value
@@ -73,13 +74,13 @@ def _has_rows(program: Program, node: fx.Node) -> bool:
 
 
 def _region(program: Program) -> set[fx.Node]:
-    """The nodes that can run on selected rows: row-wise, and read by such nodes only."""
+    """Return the nodes that can run on selected rows: row-wise ops that only such nodes read."""
     region: set[fx.Node] = set()
     for node in reversed(list(program.graph.nodes)):
         row_wise = node.op == "call_function" and node.target in ROW_WISE and _has_rows(program, node)
         if row_wise and all(user.op == "output" or user in region for user in node.users):
             region.add(node)
-    # A view or a part of a tuple stays on all rows where its source does: it costs nothing there.
+    # A view or a part of a tuple stays on all rows if its source does: it costs nothing there.
     for node in program.graph.nodes:
         if node in region and node.target in (*VIEWS, operator.getitem) and node.args[0] not in region:
             region.remove(node)
@@ -87,7 +88,7 @@ def _region(program: Program) -> set[fx.Node]:
 
 
 def _select(program: Program, rows: fx.Node, region: set[fx.Node]) -> int:
-    """Put an index_select between the region and each value of all tokens that it reads."""
+    """Insert an index_select between the region and each value of all tokens that the region reads."""
     chosen: dict[fx.Node, fx.Node] = {}
     edges = [
         (source, node)

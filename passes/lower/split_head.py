@@ -1,6 +1,7 @@
-"""Split the LM head off: float32 logits, and the hidden rows in front of it as the step's first result.
+"""Split off the LM head, with float32 logits, and make the hidden rows in front of it the step's first result.
 
-What `hidden` needs is the `step` entry point; the rest is `sample`, which runs on at most 64 rows at a time.
+All that `hidden` depends on becomes the `step` entry point; the rest is `sample`, which runs on at most 64 rows at a
+time.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from inferc.ir.program import Program, target_name
 from inferc.passes.rewrite import infer_type
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
-# What may be done to logits: a scale, a softcap, a cast (which float32 logits make needless), and putting the ranks'
-# shares of the vocabulary together.
+# Ops that may follow the LM head: a scale, a softcap, a cast (float32 logits make it needless), and the gather of the
+# ranks' shares of the vocabulary.
 AFTER_HEAD = (aten.mul.Tensor, aten._to_copy.default, inferc.pointwise.default, inferc.all_gather.default)
 
 
@@ -37,7 +38,8 @@ class SplitHead:
             after.insert(0, logits)
             logits = _operand(logits)
         if logits.target != aten.linear.default:
-            if logits.target == aten.index_select.default:  # select_rows stopped at what it does not know
+            # select_rows stopped at an op that it does not know.
+            if logits.target == aten.index_select.default:
                 logits = logits.args[0]
                 assert isinstance(logits, fx.Node)
             raise UnsupportedError(
@@ -65,7 +67,10 @@ class SplitHead:
 
 
 def _operand(node: fx.Node) -> fx.Node:
-    """The logits that are changed. Raises UnsupportedError where they are put together with other rows."""
+    """Return the logits that an op behind the LM head changes.
+
+    Raises UnsupportedError if the op combines them with other rows.
+    """
     source = node.args[0]
     if isinstance(source, (list, tuple)):
         if len(source) != 1:

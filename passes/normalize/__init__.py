@@ -1,1 +1,1 @@
-"""Passes that bring a captured program into one spelling."""
+"""Passes that bring a captured program into a canonical form."""

@@ -1,9 +1,11 @@
-"""Remove what computes nothing, so that later patterns see one spelling.
+"""Remove ops that compute nothing and rewrite synonyms to one op, so that later patterns see one spelling.
 
-Assertions, casts to the same dtype, aliases, copies, dropout, `x * 1.0`, `x + 0`, slices of a whole axis, views to the same
-shape, empty parts of concatenations, and a widening cast followed by its inverse go; splits become slices, and so do parts that are selected of heads, `addmm` and
-products with weights linears, tensors that are filled part by part concatenations; axes count from the end, so that dropping a leading axis
-later changes no argument.
+These are removed: assertions, casts to the same dtype, aliases, copies, dropout, `x * 1.0`, `x + 0`, slices of a whole
+axis, views to the same shape, empty parts of concatenations, and a widening cast followed by its inverse.
+
+These are rewritten: splits, and parts that are selected of heads, become slices; `addmm` and products with weights
+become linears; tensors that are filled part by part become concatenations. Axes count from the end, so that dropping a
+leading axis later changes no argument.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def _same_type(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Equal as expressions: asking `a == b` of two symbols could make them one."""
+    """Return whether two sizes are equal as expressions; asking torch `a == b` of two symbols could merge them."""
     return _expression(a) == _expression(b)
 
 
@@ -56,7 +58,7 @@ def _expression(size: int | torch.SymInt) -> Any:
 
 
 def _identity(node: fx.Node) -> fx.Node | None:
-    """The node that `node` is a copy of, if it is one."""
+    """Return the node that `node` is a copy of, or None."""
     target, args = node.target, node.args
     if not args or not isinstance(args[0], fx.Node):
         return None
@@ -64,7 +66,7 @@ def _identity(node: fx.Node) -> fx.Node | None:
         return None
     source = args[0]
     if target in ALIASES:
-        # Repeated elements, and those of a part of each row, can be viewed in another shape only as a copy.
+        # Repeated elements, and elements of a part of each row, need a copy to be viewed in another shape.
         return None if source.target == aten.expand.default or _is_viewed_as_a_copy(node, source) else source
     if target == aten.dropout.default and (args[1] == 0.0 or not args[2]):
         return source
@@ -81,7 +83,7 @@ def _identity(node: fx.Node) -> fx.Node | None:
             narrow, wide = first.meta["val"].dtype, source.meta["val"].dtype
             if _same_type(node, first) and torch.promote_types(narrow, wide) == wide:
                 return first
-    if target == aten.copy.default:  # over the whole of a part that is written
+    if target == aten.copy.default:  # a copy over the whole of a part that is written
         written = args[1]
         return written if isinstance(written, fx.Node) and _same_type(node, written) else None
     if target in (*VIEWS, aten.expand.default, aten.slice.Tensor) and _same_type(node, source):
@@ -94,7 +96,10 @@ def _identity(node: fx.Node) -> fx.Node | None:
 
 
 def _is_viewed_as_a_copy(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a copy is viewed in a shape that its source has not (the gates behind the queries of each head)."""
+    """Return whether a copy is viewed in a shape that its source cannot be viewed in.
+
+    An example are the gates that stand behind the queries of each head.
+    """
     if source.meta["val"].is_contiguous():
         return False
     for user in node.users:
@@ -111,7 +116,7 @@ def _axes(node: fx.Node) -> set[Any]:
 
 
 def _softmax(program: Program, node: fx.Node) -> bool:
-    """`softmax.int` for the three spellings, a cast in front of it where it names a dtype."""
+    """Rewrite the spellings of softmax to `softmax.int`, with a cast in front of it if it names a dtype."""
     if node.target == aten._softmax.default and not node.args[2]:
         node.target, node.args = aten.softmax.int, node.args[:2]
         return True
@@ -131,7 +136,7 @@ def _softmax(program: Program, node: fx.Node) -> bool:
 
 
 def _type_as(program: Program, node: fx.Node) -> bool:
-    """A cast to another value's dtype is a cast to a dtype."""
+    """Rewrite a cast to another value's dtype as a cast to that dtype."""
     if node.target != aten.type_as.default:
         return False
     node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": node.meta["val"].dtype}
@@ -139,7 +144,7 @@ def _type_as(program: Program, node: fx.Node) -> bool:
 
 
 def _cat(program: Program, node: fx.Node) -> bool:
-    """A concatenation without its empty parts (a head whose every element is rotated has no rest)."""
+    """Remove the empty parts of a concatenation (a head whose every element is rotated has no rest)."""
     if node.target != aten.cat.default:
         return False
     dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
@@ -154,7 +159,7 @@ def _cat(program: Program, node: fx.Node) -> bool:
 
 
 def _filled(program: Program, node: fx.Node) -> bool:
-    """A new tensor whose parts are written one after the other is their concatenation."""
+    """Rewrite a new tensor whose parts are written one after the other as their concatenation."""
     parts: list[tuple[int, int, fx.Node]] = []
     base: Any = node
     if node.target != aten.slice_scatter.default:
@@ -178,7 +183,7 @@ def _filled(program: Program, node: fx.Node) -> bool:
 
 
 def _addmm(program: Program, node: fx.Node) -> bool:
-    """`bias + x @ weight` is a linear of the transposed weight."""
+    """Rewrite `bias + x @ weight` as a linear with the transposed weight."""
     if node.target != aten.addmm.default:
         return False
     bias, x, weight, beta, alpha = arguments(node)
@@ -191,7 +196,7 @@ def _addmm(program: Program, node: fx.Node) -> bool:
 
 
 def _matmul(program: Program, node: fx.Node) -> bool:
-    """`x @ weight` is a linear of the transposed weight."""
+    """Rewrite `x @ weight` as a linear with the transposed weight."""
     if node.target != aten.matmul.default:
         return False
     x, weight = node.args
@@ -206,7 +211,7 @@ def _matmul(program: Program, node: fx.Node) -> bool:
 
 
 def _embedding(program: Program, node: fx.Node) -> bool:
-    """`table[indices + n]` is a lookup in the table without its first n rows."""
+    """Rewrite `table[indices + n]` as a lookup in the table without its first n rows."""
     if node.target != aten.embedding.default:
         return False
     table, index = node.args[0], node.args[1]
@@ -223,7 +228,7 @@ def _embedding(program: Program, node: fx.Node) -> bool:
 
 
 def _select(program: Program, node: fx.Node) -> bool:
-    """Part i of each [n, size] that a view makes of a head is a range of the head's elements."""
+    """Rewrite part i of each [n, size] that a view makes of a head as a range of the head's elements."""
     source = node.args[0] if node.target == aten.select.int else None
     if not isinstance(source, fx.Node) or source.target not in VIEWS:
         return False
@@ -246,7 +251,7 @@ def _select(program: Program, node: fx.Node) -> bool:
 
 
 def _split(program: Program, node: fx.Node) -> bool:
-    """The parts of a split are slices."""
+    """Rewrite the parts of a split as slices."""
     if node.target not in SPLITS:
         return False
     source, dim = node.args[0], arguments(node)[2]
@@ -262,7 +267,7 @@ def _split(program: Program, node: fx.Node) -> bool:
 
 
 def _to_copy(program: Program, node: fx.Node) -> bool:
-    """Keep only the dtype of a cast: devices and layouts are the compiler's, not the graph's."""
+    """Keep only the dtype of a cast: devices and layouts are chosen by the compiler and not by the graph."""
     if node.target != aten._to_copy.default or set(node.kwargs) == {"dtype"}:
         return False
     node.kwargs = {"dtype": node.meta["val"].dtype}
@@ -270,7 +275,7 @@ def _to_copy(program: Program, node: fx.Node) -> bool:
 
 
 def _extreme(program: Program, node: fx.Node) -> bool:
-    """The smaller or larger of two values by one name."""
+    """Rewrite the minimum or maximum of two values to one op name."""
     if node.target not in EXTREMES:
         return False
     node.target = EXTREMES[node.target]
@@ -278,7 +283,7 @@ def _extreme(program: Program, node: fx.Node) -> bool:
 
 
 def _power(program: Program, node: fx.Node) -> bool:
-    """`x ** -0.5` is the reciprocal root that most norms are spelled with."""
+    """Rewrite `x ** -0.5` as the reciprocal square root, with which most norms are spelled."""
     if node.target != aten.pow.Tensor_Scalar or node.args[1] != -0.5:
         return False
     node.target, node.args = aten.rsqrt.default, node.args[:1]
@@ -286,7 +291,7 @@ def _power(program: Program, node: fx.Node) -> bool:
 
 
 def _views(program: Program, node: fx.Node) -> bool:
-    """One op for all views, reading past the views before it."""
+    """Rewrite all views to one op that reads past the views before it."""
     if node.target not in VIEWS:
         return False
     source, changed = node.args[0], node.target != aten.view.default
@@ -300,7 +305,7 @@ def _views(program: Program, node: fx.Node) -> bool:
 
 
 def _axes_from_end(program: Program, node: fx.Node) -> bool:
-    """Rewrite `dim` arguments as negative numbers, and a slice's end as a plain size where that is known."""
+    """Rewrite `dim` arguments as negative numbers, and a slice's end as a plain size if that is known."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
         return False
     first = node.args[0]
@@ -362,7 +367,8 @@ class Canonicalise:
                 program.graph.erase_node(node)
                 count += 1
                 continue
-            changed = [rule(program, node) for rule in RULES]  # every rule, not up to the first that applies
+            # Apply every rule, not only the first that matches.
+            changed = [rule(program, node) for rule in RULES]
             source = _identity(node)
             if source is not None:
                 node.replace_all_uses_with(source)

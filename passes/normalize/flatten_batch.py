@@ -1,8 +1,8 @@
-"""From `[1, T, …]`, as the model was captured, to rows of tokens `[T, …]`.
+"""Flatten the captured `[1, T, …]` values to rows of tokens `[T, …]`.
 
 Every value that depends on tokens comes out with the token axis first and no batch axis; its other axes keep their
 order. So `[1, T, heads, head_dim]` and its transpose `[1, heads, T, head_dim]` become one value, and attention reads
-and writes `[T, heads, head_dim]`. One rule per op; an op without a rule is refused by name.
+and writes `[T, heads, head_dim]`. There is one rule per op; an op without a rule is refused by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten, inferc = torch.ops.aten, torch.ops.inferc
 
 @dataclass(frozen=True)
 class Layout:
-    """Which axes of a captured value are the batch (0 or absent), the tokens, and the rest."""
+    """The roles of a captured value's axes: the batch (axis 0, or absent), the tokens, and the rest."""
 
     rank: int
     batched: bool
@@ -41,19 +41,19 @@ class Layout:
         return self.token_axis == int(self.batched)
 
     def new_axis(self, axis: int) -> int:
-        """Where a captured axis of the rest lies now, counted from the end."""
+        """Return where a captured axis of the rest lies in the flattened value, counted from the end."""
         return self.rest.index(axis % self.rank) - len(self.rest)
 
 
 class Flattener:
-    """Copies a captured program's graph node by node; `new` maps each node that was copied."""
+    """A copier of a captured program's graph, node by node; `new` maps each captured node to its copy."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.on_tokens: set[fx.Node] = set()
-        self.views: dict[tuple[fx.Node, tuple[Any, ...]], fx.Node] = {}  # those whose parts are selected
+        self.views: dict[tuple[fx.Node, tuple[Any, ...]], fx.Node] = {}  # the views from which parts are selected
         token_ids = program.input("token_ids")
         self.tokens = token_ids.meta["val"].shape[1]
 
@@ -67,11 +67,11 @@ class Flattener:
         return Layout(len(shape), batched, axes[0])
 
     def sizes(self, node: fx.Node) -> list[Any]:
-        """The sizes of the rest, which no rule may let depend on the number of tokens."""
+        """Return the sizes of the rest, which no rule may make depend on the number of tokens."""
         return [node.meta["val"].shape[axis] for axis in self.layout(node).rest]
 
     def emit(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new call that stands for captured `node`, typed and named."""
+        """Add a new call, typed and named, that stands for the captured `node`."""
         made = self.graph.create_node("call_function", target, args, kwargs)
         made.meta.update({key: node.meta[key] for key in ("name", "layer") if key in node.meta})
         made.meta["val"] = infer_type(self.program, made)
@@ -120,12 +120,15 @@ class Flattener:
         self.on_tokens.add(node)
 
     def _of_no_token(self, node: fx.Node) -> fx.Node:
-        """What is the same for every token; repeated for all of them it is what it was, as ops broadcast."""
+        """Copy a value that is the same for every token.
+
+        A value that the model expands to all tokens stays unexpanded, because ops broadcast it.
+        """
         sizes = list(map(str, node.meta["val"].shape)) if isinstance(node.meta["val"], Tensor) else []
         if node.target == aten.expand.default and sizes.count(str(self.tokens)) == 1:
             return self.first(node)
         if any(arg not in self.new for arg in node.all_input_nodes):
-            raise cannot_run(node)  # a size that counts tokens
+            raise cannot_run(node)  # an input is a size that counts tokens
         return self.graph.node_copy(node, lambda arg: self.new[arg])
 
 
@@ -133,7 +136,7 @@ COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
 def _counts_tokens(node: fx.Node, tokens: Any) -> bool:
-    """Whether it makes 0, 1, … of the captured tokens: their positions, as a capture starts at 0."""
+    """Return whether the node counts the captured tokens as 0, 1, …: their positions, because a capture starts at 0."""
     value = node.meta["val"]
     plain = node.target == aten.arange.default or node.args[0] == 0
     plain = plain and (node.target != aten.arange.start_step or len(node.args) < 3 or node.args[2] == 1)
@@ -172,7 +175,7 @@ def _elementwise(flat: Flattener, node: fx.Node) -> fx.Node:
 
 
 def _along_axes(flat: Flattener, node: fx.Node) -> fx.Node:
-    """Ops with `dim` arguments that work within a token's row."""
+    """Flatten an op with `dim` arguments that works within a token's row."""
     lists = isinstance(node.args[0], (list, tuple))
     first = node.args[0][0] if lists else node.args[0]  # type: ignore[index]
     assert isinstance(first, fx.Node)
@@ -200,8 +203,8 @@ def _unsqueeze(flat: Flattener, node: fx.Node) -> fx.Node:
     layout = flat.layout(node)
     axis = int(node.args[1]) % layout.rank  # type: ignore[arg-type]
     if axis not in layout.rest:
-        return flat.first(node)  # the axis is a batch of one
-    if node.meta["val"].is_complex():  # of rotations, which fuse_rope reads
+        return flat.first(node)  # the new axis is a batch of one
+    if node.meta["val"].is_complex():  # a complex number is a rotation, which fuse_rope reads
         return flat.emit(node, aten.unsqueeze.default, flat.first(node), layout.new_axis(axis))
     return flat.emit(node, aten.view.default, flat.first(node), [-1, *flat.sizes(node)])
 
@@ -217,7 +220,10 @@ def _view(flat: Flattener, node: fx.Node) -> fx.Node:
 
 
 def _select(flat: Flattener, node: fx.Node) -> fx.Node:
-    """One of the parts that lie side by side along an axis: a range of the elements of a view in which they do."""
+    """Flatten the selection of one of the parts that lie side by side along an axis.
+
+    It becomes a range of the elements of a view in which the parts lie side by side.
+    """
     source = flat.old(node)
     layout, before = flat.layout(source), flat.sizes(source)
     axis = int(node.args[1]) % layout.rank  # type: ignore[arg-type]
@@ -239,7 +245,7 @@ def _select(flat: Flattener, node: fx.Node) -> fx.Node:
 
 
 def _keeps_tokens(before: Layout, after: Layout, source: fx.Node, node: fx.Node) -> bool:
-    """Whether as many elements lie before the tokens' axis as did, and so as many behind it."""
+    """Return whether a view keeps the number of elements before the token axis, and so the number behind it."""
 
     def size(layout: Layout, value: Any) -> int:
         return math.prod(int(each) for each in value.shape[int(layout.batched) : layout.token_axis])
@@ -280,7 +286,7 @@ def _linear(flat: Flattener, node: fx.Node) -> fx.Node:
 
 
 def _outer_product(flat: Flattener, node: fx.Node) -> fx.Node:
-    """`inv_freq[1, n, 1] @ positions[1, 1, T]`: a matrix product over one element is a multiplication."""
+    """Flatten `inv_freq[1, n, 1] @ positions[1, 1, T]`, a matrix product over one element, to a multiplication."""
     a, b = flat.old(node), flat.old(node, 1)
     if a in flat.on_tokens or a.meta["val"].shape[-1] != 1:
         raise refuse(node, "it is not the product of a column and one row of tokens")
@@ -301,22 +307,71 @@ def _attention(flat: Flattener, node: fx.Node) -> fx.Node:
 
 
 def _same(flat: Flattener, node: fx.Node) -> fx.Node:
-    """Ops over whole rows, whose arguments stay as they are."""
+    """Flatten an op over whole rows, whose arguments stay as they are."""
     return flat.emit(node, node.target, *flat.mapped(node.args), **flat.mapped(node.kwargs))
 
 
 _ELEMENTWISE = (
-    *(aten._to_copy, aten.clone, aten.neg, aten.abs, aten.cos, aten.sin, aten.exp, aten.log, aten.sqrt, aten.rsqrt),
-    *(aten.reciprocal, aten.sigmoid, aten.silu, aten.tanh, aten.relu, aten.gelu, aten.erf, aten.clamp, aten.maximum),
-    *(aten.minimum, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.div.Tensor),
-    *(aten.pow.Tensor_Scalar, aten.where.self, aten.square, aten.floor, aten.log1p, aten.expm1, aten.softplus),
-    *(aten.gt.Scalar, aten.lt.Scalar, aten.bitwise_not, aten.masked_fill.Scalar, aten.zeros_like),
-    *(aten.ones_like, aten.polar),
+    aten._to_copy,
+    aten.clone,
+    aten.neg,
+    aten.abs,
+    aten.cos,
+    aten.sin,
+    aten.exp,
+    aten.log,
+    aten.sqrt,
+    aten.rsqrt,
+    aten.reciprocal,
+    aten.sigmoid,
+    aten.silu,
+    aten.tanh,
+    aten.relu,
+    aten.gelu,
+    aten.erf,
+    aten.clamp,
+    aten.maximum,
+    aten.minimum,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.rsub.Scalar,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.pow.Tensor_Scalar,
+    aten.where.self,
+    aten.square,
+    aten.floor,
+    aten.log1p,
+    aten.expm1,
+    aten.softplus,
+    aten.gt.Scalar,
+    aten.lt.Scalar,
+    aten.bitwise_not,
+    aten.masked_fill.Scalar,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.polar,
 )
 _ALONG_AXES = (
-    *(aten.mean.dim, aten.sum.dim_IntList, aten.amax, aten.amin, aten.softmax.int, aten.log_softmax.int, aten.cumsum),
-    *(aten.slice.Tensor, aten.cat, aten.stack, aten.split.Tensor, aten.split_with_sizes, aten.topk),
-    *(aten.sort.default, aten.sort.stable, aten.squeeze.dim, aten.gather, aten.scatter.value, aten.max.dim),
+    aten.mean.dim,
+    aten.sum.dim_IntList,
+    aten.amax,
+    aten.amin,
+    aten.softmax.int,
+    aten.log_softmax.int,
+    aten.cumsum,
+    aten.slice.Tensor,
+    aten.cat,
+    aten.stack,
+    aten.split.Tensor,
+    aten.split_with_sizes,
+    aten.topk,
+    aten.sort.default,
+    aten.sort.stable,
+    aten.squeeze.dim,
+    aten.gather,
+    aten.scatter.value,
+    aten.max.dim,
 )
 
 

@@ -1,4 +1,4 @@
-"""Compute in advance what a model's code computes of constants alone: frequencies of a rope, tables of positions.
+"""Compute at compile time what a model's code computes from constants alone: rope frequencies, position tables.
 
 Such a value depends on no input and on no tensor of the checkpoint, and becomes a constant of the program.
 """
@@ -17,7 +17,8 @@ from inferc.ir.program import Program, name_of
 from inferc.passes.rewrite import no_rewrite
 
 aten = torch.ops.aten
-MOST_BYTES = 1 << 22  # of one constant, which the artifact holds as text too
+# The largest constant that is folded, in bytes, because the artifact holds constants as text too.
+MOST_BYTES = 1 << 22
 KEPT = (aten.expand.default, aten.view.default, aten._to_copy.default, aten.unsqueeze.default, aten.transpose.int)
 
 
@@ -51,7 +52,7 @@ class FoldConstants:
 
 
 def _value(program: Program, node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
-    """A node's value if it is made of constants alone, and is a tensor of known size."""
+    """Return a node's value if it depends on constants alone and is a tensor of known size, or None."""
     fake = node.meta.get("val")
     if not isinstance(fake, Tensor) or any(isinstance(size, torch.SymInt) for size in fake.shape):
         return None
@@ -68,7 +69,10 @@ def _value(program: Program, node: fx.Node, known: dict[fx.Node, Tensor]) -> Ten
 
 
 def _computes(node: fx.Node, known: dict[fx.Node, Tensor]) -> bool:
-    """Whether there is arithmetic behind a node's value, which is no rearranged constant that other passes read as such."""
+    """Return whether a value is the result of arithmetic.
+
+    A constant that is only rearranged is not folded, because other passes read it in that form.
+    """
     while node.op == "call_function" and node.target in KEPT:
         node = node.all_input_nodes[0]
     return node.op == "call_function"

@@ -1,6 +1,7 @@
-"""Fold a lookup whose indices are all one number: the row it finds is a weight, whatever the tokens are.
+"""Fold a lookup whose indices are all one number: the row that it finds is a weight, whatever the tokens are.
 
-Encoders that are run as causal models add an embedding of each token's type, which they look up in a buffer of zeros.
+Encoders that are run as causal models add an embedding of each token's type, whose index they read from a buffer of
+zeros.
 """
 
 from __future__ import annotations
@@ -16,20 +17,30 @@ from inferc.ir.program import Program, arguments, name_of
 from inferc.passes.rewrite import no_rewrite
 
 aten = torch.ops.aten
-# Each makes a tensor of one number; what is read of an input of the second kind is one of its elements.
+# Ops that fill a tensor with one number; None stands for the second argument.
 FILLED: dict[Any, int | None] = {
-    aten.full.default: None,  # its second argument
+    aten.full.default: None,
     aten.zeros.default: 0,
     aten.zeros_like.default: 0,
     aten.new_zeros.default: 0,
     aten.ones.default: 1,
     aten.ones_like.default: 1,
 }
+# Ops whose result consists of elements of their first argument.
 REARRANGED = (
-    *(aten.expand.default, aten.slice.Tensor, aten.gather.default, aten.view.default, aten._to_copy.default),
-    *(aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.repeat.default, aten.index_select.default),
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.gather.default,
+    aten.view.default,
+    aten._to_copy.default,
+    aten.select.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.repeat.default,
+    aten.index_select.default,
 )
-BROADCAST = (aten.add.Tensor, aten.mul.Tensor)  # what computes the same with a row of all tokens as with one for each
+# Ops that compute the same with one row for all tokens as with a row for each.
+BROADCAST = (aten.add.Tensor, aten.mul.Tensor)
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ class FoldUniform:
 
 
 def uniform(program: Program, node: Any) -> int | None:
-    """The integer that all elements of a value are, whatever its size; None where that is not known."""
+    """Return the integer that all elements of a value equal, whatever its size, or None if that is not known."""
     if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
         return None
     if node.meta["val"].is_floating_point() or node.meta["val"].is_complex():
@@ -76,7 +87,7 @@ def uniform(program: Program, node: Any) -> int | None:
 
 
 def _broadcasts(user: fx.Node, node: fx.Node) -> bool:
-    """Whether the user adds or multiplies `node` and a value of all of its size."""
+    """Return whether the user adds or multiplies `node` and a value of the full size of the result."""
     if user.target not in BROADCAST:
         return False
     others = [arg for arg in user.args[:2] if arg is not node]

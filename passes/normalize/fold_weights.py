@@ -1,7 +1,7 @@
-"""Fold what is done to weights alone into a weight: it is computed once, when the artifact is written, and not in every step.
+"""Fold ops that read weights alone into a weight, which is computed once, when the artifact is written.
 
-Casts, views, other orders and parts of axes, joints of several weights, and elementwise arithmetic (norms that scale by
-1 + w, parameters that are scaled). Each operation is rounded as the graph rounds it.
+These are casts, views, permutations and slices of axes, concatenations of several weights, and elementwise arithmetic
+(norms that scale by 1 + w, parameters that are scaled). Each operation is rounded as the graph rounds it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inferc.passes.fuse.pointwise import EXPONENTS, OPS, endless_argument, text_
 from inferc.passes.rewrite import no_rewrite
 
 aten = torch.ops.aten
-Folded = tuple[str, Weight]  # the name's last part, and the expression
+Folded = tuple[str, Weight]  # the last part of the new weight's name, and its expression
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class FoldWeights:
 
 
 def _as_read(program: Program, node: fx.Node) -> Weight:
-    """The weight that stands behind a node, rounded by the casts of a single number that lie between."""
+    """Return the weight that a node reads, rounded by the casts of a single number that lie between."""
     source, dtypes = weight_behind(node), []
     while node is not source:
         dtypes.append(node.meta["val"].dtype)
@@ -63,7 +63,7 @@ def _as_read(program: Program, node: fx.Node) -> Weight:
 
 
 def _folded(node: fx.Node, weights: list[Weight]) -> Folded | None:
-    """What a call on weights alone is as a weight, if it can be one."""
+    """Return the weight that a call on weights alone computes, or None if it cannot be one."""
     rule = RULES.get(node.target)
     if rule is not None:
         return rule(node, weights)
@@ -106,7 +106,8 @@ def _part(node: fx.Node, weights: list[Weight]) -> Folded | None:
 
 def _joint(node: fx.Node, weights: list[Weight]) -> Folded | None:
     parts: Any = node.args[0]
-    if len(parts) != len(weights) or len({weight.dtype for weight in weights}) > 1:  # one of them is there twice
+    # one weight is joined to itself, or dtypes differ
+    if len(parts) != len(weights) or len({weight.dtype for weight in weights}) > 1:
         return None
     if node.target == aten.cat.default:
         return "joined", weight_lib.concat(tuple(weights), int(arguments(node)[1]) % len(_shape(node)))
@@ -116,7 +117,10 @@ def _joint(node: fx.Node, weights: list[Weight]) -> Folded | None:
 
 
 def _arithmetic(node: fx.Node, weights: list[Weight]) -> Folded | None:
-    """Elementwise, in float32, which holds every step of 16 bits exactly enough to round as torch does."""
+    """Fold elementwise arithmetic, computed in float32.
+
+    float32 holds every step of 16-bit arithmetic exactly enough to round as torch does.
+    """
     dtypes = {node.meta["val"].dtype, *(weight.dtype for weight in weights)}
     if not all(dtype.is_floating_point and dtype.itemsize <= 4 for dtype in dtypes):
         return None

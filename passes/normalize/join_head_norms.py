@@ -1,7 +1,7 @@
-"""One LayerNorm over all heads where a model has a module for each (StableLM 2's q and k norms).
+"""Join the LayerNorms of single heads into one, in models with one module per head (StableLM 2's q and k norms).
 
-Parts of one value, each normalised by itself and put together again, are one norm whose weight has a row a head: one kernel
-instead of one a head, and heads that the rotation and the cache take as they are.
+Parts of one value, each normalised by itself and put together again, are one norm whose weight has a row per head. It
+needs one kernel instead of one per head, and the rotation and the cache can take its heads unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class JoinHeadNorms:
 
 
 def _whole(node: fx.Node, parts: list[fx.Node]) -> fx.Node | str:
-    """The value whose heads the parts are, in order and all of them; or why they are not."""
+    """Return the value whose heads the parts are, in order and all of them; otherwise why they are not."""
     heads: list[fx.Node] = [arguments(part)[0] for part in parts]
     source: Any = heads[0].args[0] if heads[0].args else None
     for index, head in enumerate(heads):
@@ -76,7 +76,7 @@ def _rewrite(program: Program, node: fx.Node, parts: list[fx.Node], source: fx.N
 
 
 def _stacked(program: Program, node: fx.Node, rows: list[Any]) -> fx.Node | None:
-    """Their weights as one [heads, head_dim], or None of none."""
+    """Return the parts' weights stacked to [heads, head_dim], or None if they have none."""
     if rows[0] is None:
         return None
     weight = weight_lib.stack(tuple(program.weight(row) for row in rows))

@@ -1,1 +1,1 @@
-"""Passes that spread a program over ranks."""
+"""Passes that spread a program over tensor-parallel, pipeline-parallel and expert-parallel ranks."""

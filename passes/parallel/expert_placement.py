@@ -1,21 +1,21 @@
-"""Which ranks hold which experts: evenly, or by how many tokens each expert was seen to get.
+"""Decide which ranks hold which experts: evenly, or by how many tokens each expert was seen to get.
 
-An expert that gets more than a rank's share is held by several; its tokens take turns. Loads are counted by running an
-artifact: `runtime/measure/expert_loads.py`.
+An expert that gets more than a rank's share of the tokens is held by several ranks, and its tokens alternate between
+them. Loads are counted by running an artifact: `runtime/measure/expert_loads.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inferc.cost.expert_loads import ExpertLoads
 from inferc.errors import ConfigError
-from inferc.expert_loads import ExpertLoads
 
-Placement = tuple[tuple[int, ...], ...]  # of each expert, the ranks that hold it
+Placement = tuple[tuple[int, ...], ...]  # by expert: the ranks that hold it
 
 
 def contiguous(num_experts: int, ep: int) -> Placement:
-    """Each expert once, neighbours together."""
+    """Place each expert once, with neighbouring experts on the same rank."""
     check_ranks(num_experts, ep)
     return tuple((expert * ep // num_experts,) for expert in range(num_experts))
 
@@ -26,9 +26,10 @@ def check_ranks(num_experts: int, ep: int) -> None:
 
 
 def balanced(loads: Sequence[float], ep: int, num_redundant: int = 0) -> Placement:
-    """Greedily: replicas for the experts with the most load each, then the heaviest to the rank with the least.
+    """Place experts greedily by load.
 
-    Ranks hold as many experts as one another, or one fewer; `num_redundant` is how many replicas there are besides.
+    Replicas go to the experts with the most load per replica; then the heaviest replica goes to the rank with the least
+    load. All ranks hold the same number of experts, or one fewer. `num_redundant` is the number of additional replicas.
     """
     num_experts = len(loads)
     check_ranks(num_experts, ep)
@@ -41,7 +42,7 @@ def balanced(loads: Sequence[float], ep: int, num_redundant: int = 0) -> Placeme
     room = [-(-(num_experts + num_redundant) // ep)] * ep
     held: list[list[int]] = [[] for _ in range(num_experts)]
     total = [0.0] * ep
-    # Experts with many replicas first: they need as many different ranks.
+    # Place experts with many replicas first: they need as many different ranks.
     for expert in sorted(range(num_experts), key=lambda e: (-replicas[e], -loads[e] / replicas[e])):
         share = loads[expert] / replicas[expert]
         for _ in range(replicas[expert]):
@@ -54,7 +55,7 @@ def balanced(loads: Sequence[float], ep: int, num_redundant: int = 0) -> Placeme
 
 
 def _fill_empty(placement: Placement, ep: int) -> Placement:
-    """Give a rank without experts one of the rank that has most."""
+    """Move an expert from the rank that has most to each rank without experts."""
     moved = [list(ranks) for ranks in placement]
     for rank in range(ep):
         if not any(rank in ranks for ranks in moved):
@@ -66,7 +67,7 @@ def _fill_empty(placement: Placement, ep: int) -> Placement:
 
 
 def rank_loads(placement: Placement, loads: Sequence[float], ep: int) -> list[float]:
-    """Tokens that each rank computes, where replicas share theirs evenly."""
+    """Return the number of tokens that each rank computes if replicas share their expert's tokens evenly."""
     total = [0.0] * ep
     for ranks, load in zip(placement, loads, strict=True):
         for rank in ranks:
@@ -75,5 +76,5 @@ def rank_loads(placement: Placement, loads: Sequence[float], ep: int) -> list[fl
 
 
 def placements(loads: ExpertLoads, ep: int, num_redundant: int = 0) -> dict[int, Placement]:
-    """A placement for each layer of a profile."""
+    """Return a balanced placement for each layer of a load profile."""
     return {layer: balanced(counts, ep, num_redundant) for layer, counts in loads.layers.items()}

@@ -5,7 +5,8 @@ Everything else is replicated, so every rank has all tokens before and after. `e
 - "all_to_all": a rank sends its share of the tokens to the ranks that hold their experts, and gets the results back;
 - "all_reduce": each rank computes what its own experts add to every token, and the ranks sum that.
 
-Experts with replicas compute a token where its position says, so that neither batch nor chunks move a sum.
+The replica that computes a token is chosen by the token's position, so that results depend neither on the batch nor on
+the chunks of a prefill.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def partition_experts(
     placements: Mapping[int, Placement] | None = None,
     exchange: Exchange = "all_to_all",
 ) -> list[Program]:
-    """The programs of `ep` ranks; `program` stays as it is.
+    """Return the programs of `ep` ranks; `program` stays as it is.
 
-    placements: by layer; a layer without one has its experts evenly, each once.
+    placements: by layer; a layer without one has its experts placed evenly, each once.
+
     Raises UnsupportedError for a program without experts, ConfigError for a placement that does not fit.
     """
     if not list(program.graph.find_nodes(op="call_function", target=inferc.moe_experts.default)):
@@ -115,7 +117,7 @@ def _place(program: Program, node: fx.Node, placement: Placement, rank: int, ep:
 
 
 def _held(program: Program, stacked: fx.Node, held: list[int], rank: int, before: fx.Node) -> fx.Node:
-    """The experts in `held` of stacked weights: a slice of each run of neighbours."""
+    """Return the experts in `held` of stacked weights, as one slice per run of neighbouring experts."""
     if stacked.op != "get_attr":
         raise UnsupportedError(f"{name_of(before)}: {name_of(stacked)} is computed; expected stacked weights to place")
     whole = program.weight(stacked)

@@ -1,9 +1,9 @@
 """Spread a program over ranks: heads and columns of each layer over `tp`, layers over `pp`.
 
-It runs before projections are packed and residuals fused, so that each rank's program is packed and fused like any other.
-A linear whose result is split keeps some of its weight's rows; one whose input is split keeps some columns, its result is
-a **partial** sum, and an `all_reduce` completes it as late as the arithmetic allows: parallel blocks, or routed and
-shared experts, are added first and reduced once. Which values are split is in `shard_regions`.
+It runs before projections are packed and residuals fused, so that each rank's program is packed and fused like any
+other. A linear whose result is split keeps some rows of its weight. A linear whose input is split keeps some columns;
+its result is a **partial** sum, and an `all_reduce` completes it as late as the arithmetic allows: parallel blocks, or
+routed and shared experts, are added first and reduced once. `shard_regions` decides which values are split.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -30,15 +30,15 @@ PANEL = weight_lib.PANEL
 
 
 def shard(program: Program, tp: int = 1, pp: int = 1) -> list[list[Program]]:
-    """One program a rank: of each of `pp` stages, `tp` ranks. `program` stays as it is.
+    """Return one program per rank, as `tp` ranks for each of `pp` stages; `program` stays as it is.
 
-    Raises UnsupportedError where heads do not divide, or where an op has no way to be split.
+    Raises UnsupportedError if heads do not divide, or if there is no way to split an op.
     """
     return [shard_tensors(stage, tp) for stage in split_stages(program, pp)]
 
 
 def shard_tensors(program: Program, tp: int) -> list[Program]:
-    """The programs of `tp` ranks of one stage."""
+    """Return the programs of the `tp` ranks of one stage."""
     made = []
     for rank in range(tp):
         own = copy(program)
@@ -55,7 +55,10 @@ def copy(program: Program) -> Program:
 
 
 def cuts(size: int, parts: int) -> list[int]:
-    """Where [0, size) is cut in `parts`: evenly, else in whole panels of 16, or of fewer where panels are too few."""
+    """Return the bounds that cut [0, size) into `parts`.
+
+    The parts are even if `size` divides; otherwise they are whole panels of 16, or smaller panels if there are too few.
+    """
     if size % parts == 0:
         return [size // parts * part for part in range(parts + 1)]
     panel = PANEL
@@ -66,7 +69,7 @@ def cuts(size: int, parts: int) -> list[int]:
 
 
 class _Sharder:
-    """Makes a program that of rank `rank` of `tp`, node by node."""
+    """A rewriter that turns a program into that of rank `rank` of `tp`, node by node."""
 
     def __init__(self, program: Program, rank: int, tp: int) -> None:
         self.program, self.graph, self.rank, self.tp = program, program.graph, rank, tp
@@ -95,18 +98,19 @@ class _Sharder:
     # ------------------------------------------------------------------------------------------- ranges
 
     def range(self, region: Region, size: int) -> tuple[int, int]:
-        """The rank's share of axis 1 of a value of the region."""
+        """Return the rank's share of axis 1 of a value of the region."""
         units = self.units[id(region)]
         if region.attention is None:
             if units < self.tp:
                 raise UnsupportedError(
-                    f"{name_of(region.values[0])}: {units} columns cannot be split over {self.tp} tp ranks; use a smaller --tp"
+                    f"{name_of(region.values[0])}: {units} columns cannot be split over {self.tp} tp ranks;"
+                    " use a smaller --tp"
                 )
             bounds = cuts(units, self.tp)
             low, high = bounds[self.rank], bounds[self.rank + 1]
         elif units % self.tp == 0:
             low, high = units * self.rank // self.tp, units * (self.rank + 1) // self.tp
-        elif region.is_kv and self.tp % units == 0:  # ranks share a head
+        elif region.is_kv and self.tp % units == 0:  # several ranks share a head
             low = units * self.rank // self.tp
             high = low + 1
         else:
@@ -126,7 +130,7 @@ class _Sharder:
         )
 
     def _part(self, node: fx.Node, axis: int, low: int, high: int, before: fx.Node) -> fx.Node:
-        """A node that reads [low, high) of a weight."""
+        """Return a node that reads [low, high) of a weight."""
         whole = self.program.weight(node)
         return self._weight(node, weight_lib.slice_(whole, axis, low, high), before)
 
@@ -139,7 +143,7 @@ class _Sharder:
     # --------------------------------------------------------------------------------------------- sums
 
     def _reduce(self, node: fx.Node) -> fx.Node:
-        """The sum of a partial value over the ranks."""
+        """Return the sum of a partial value over the ranks."""
         if node not in self.reduced:
             with self.graph.inserting_after(node):
                 made = self.graph.call_function(inferc.all_reduce.default, (node, GROUP, self.tp))
@@ -149,7 +153,7 @@ class _Sharder:
         return self.reduced[node]
 
     def _complete(self, node: fx.Node) -> None:
-        """Reduce the partial values that `node` reads, unless its result may be partial in their place."""
+        """Reduce the partial values that `node` reads, unless the result of `node` can be partial instead."""
         partial = [each for each in node.all_input_nodes if each in self.partial]
         if not partial:
             return
@@ -213,7 +217,7 @@ class _Sharder:
         infer_types(self.program, [made])
 
     def _experts(self, node: fx.Node) -> None:
-        """Each rank computes some of every expert's intermediate columns."""
+        """Give each rank some of the intermediate columns of every expert."""
         x, ids, weights, gate_up, down, gate_up_bias, down_bias, *how = arguments(node)
         inter = int(down.meta["val"].shape[2])
         if inter < self.tp:
@@ -234,7 +238,7 @@ class _Sharder:
         self.partial.add(node)
 
     def _inside(self, node: fx.Node, region: Region) -> None:
-        """An op on the rank's own columns or heads: slice the weights and sizes it names."""
+        """Adapt an op on the rank's own columns or heads: slice the weights and sizes that it names."""
         if node.target == aten.view.default:
             low, high = self.range(region, self.shapes[node][1])
             node.args = (node.args[0], [-1, high - low, *self.shapes[node][2:]])

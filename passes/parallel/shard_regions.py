@@ -1,8 +1,9 @@
-"""Which values of a program are split together when its columns and heads are spread over ranks.
+"""Determine which values of a program are split together when its columns and heads are spread over ranks.
 
-Axis 1 of a value is its columns ([num_tokens, columns]) or heads ([num_tokens, heads, dim]). An op that works on each of
-them alone ties its inputs and its result into one **region**; a linear begins a region with its result and ends one with
-its input. A region can be split unless something in it reads all columns at once: that op pins it. What has no rule pins.
+Axis 1 of a value is its columns ([num_tokens, columns]) or heads ([num_tokens, heads, dim]). An op that works on each
+of them alone ties its inputs and its result into one **region**; a linear begins a region with its result and ends one
+with its input. A region can be split unless an op in it reads all columns at once: that op pins the region. An op
+without a rule pins it too.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ NORMS = (inferc.rms_norm.default, inferc.layer_norm.default)
 
 @dataclass
 class Region:
-    """Values split together. `unit` of axis 1 cannot be cut smaller: its heads, or its columns one by one."""
+    """A set of values that are split together.
+
+    Axis 1 is cut in whole units: the heads of the region, or single columns.
+    """
 
     values: list[fx.Node] = field(default_factory=list)
     pinned_by: fx.Node | None = None
-    attention: fx.Node | None = None  # whose queries (or keys) it holds
+    attention: fx.Node | None = None  # the attention whose queries (or keys) the region holds
     is_kv: bool = False
 
     @property
@@ -41,7 +45,7 @@ class Region:
 
 
 def has_rows(program: Program, node: Any) -> bool:
-    """Whether axis 0 of a value is the step's tokens and it has columns."""
+    """Return whether axis 0 of a value is the step's tokens and the value has columns."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     tokens = program.inputs()[0].meta["val"].shape[0]
     return isinstance(value, Tensor) and value.dim() > 1 and str(value.shape[0]) == str(tokens)
@@ -52,7 +56,7 @@ def is_weight(node: Any) -> bool:
 
 
 def find_head(program: Program) -> fx.Node | None:
-    """The LM head: the linear that the program's one result is made of, through elementwise ops alone."""
+    """Return the LM head: the linear from which the program's only result is computed by elementwise ops alone."""
     results = program.output().all_input_nodes
     node = results[0] if len(results) == 1 and "hidden_out" not in program.info else None
     while node is not None and node.target in ELEMENTWISE:
@@ -62,7 +66,7 @@ def find_head(program: Program) -> fx.Node | None:
 
 
 class Regions:
-    """The regions of a program. `of[node]` is the region of each value with rows and columns."""
+    """The regions of a program; `of[node]` is the region of each value with rows and columns."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -80,7 +84,8 @@ class Regions:
                     self._pin(each, node)
         self.head = find_head(program)
         if self.head is not None:
-            self._pin(self.head.args[0], self.head)  # it splits its result, the vocabulary, instead
+            # The head splits its result, the vocabulary, instead.
+            self._pin(self.head.args[0], self.head)
         self._check_units()
         self._part_neighbours()
         self._check_attention()
@@ -89,7 +94,7 @@ class Regions:
         return list({id(region): region for region in self.of.values()}.values())
 
     def split(self, node: Any) -> Region | None:
-        """The region of `node` if its columns are split."""
+        """Return the region of `node` if its columns are split, or None."""
         region = self.of.get(node) if isinstance(node, fx.Node) else None
         return region if region is not None and region.splits else None
 
@@ -153,7 +158,7 @@ class Regions:
         return node in self.of and node.meta["val"].dim() == 3
 
     def _keeps_heads(self, view: fx.Node) -> bool:
-        """Between [T, heads * dim] and [T, heads, dim], or no change."""
+        """Return whether a view is between [T, heads * dim] and [T, heads, dim], or changes nothing."""
         source = arguments(view)[0]
         if view not in self.of or source not in self.of:
             return False
@@ -169,7 +174,8 @@ class Regions:
         region.attention = region.attention or node
         if not is_weight(sinks) or not is_weight(alibi):
             self._pin(q, node)
-        if int(k.meta["val"].shape[1]) == 1:  # one head that all share: a latent, or multi-query attention
+        # A single head is shared by all query heads: it is a latent, or multi-query attention.
+        if int(k.meta["val"].shape[1]) == 1:
             self._pin(k, node)
             self._pin(v, node)
             return
@@ -183,12 +189,12 @@ class Regions:
                 if each.meta["val"].shape[1] == columns[0]:
                     self._tie(node, each)
                 else:
-                    self._pin(each, node)  # one number for all columns
+                    self._pin(each, node)  # the value has one number for all columns
             elif not is_weight(each):
                 self._pin(node, node)
 
     def _check_units(self) -> None:
-        """Every value of a region must have a multiple of its units."""
+        """Pin the regions in which some value's axis 1 is no multiple of the region's units."""
         for region in self.all():
             units = region.num_units
             odd = next((node for node in region.values if node.meta["val"].shape[1] % units), None)
@@ -196,7 +202,10 @@ class Regions:
                 region.pinned_by = region.pinned_by or odd or region.values[0]
 
     def _part_neighbours(self) -> None:
-        """A linear splits its columns or its rows, not both: of two split regions it keeps the attention's."""
+        """Pin one of two split regions around a linear, which splits its columns or its rows, not both.
+
+        The region that belongs to an attention stays split.
+        """
         for node in self.program.graph.find_nodes(op="call_function", target=aten.linear.default, sort=True):
             before, after = self.split(node.args[0]), self.split(node)
             if before is not None and after is not None:

@@ -1,7 +1,7 @@
-"""Undo projections that a model packs itself: a linear of which only ranges of columns are read becomes one a range.
+"""Undo projections that a model packs itself: replace a linear of which only column ranges are read by one per range.
 
-Phi-3 stores q, k and v, and gate and up, as one matrix. Ranks split each part by itself; `pack_projections` puts a
-rank's parts side by side again.
+Phi-3 stores q, k and v, and gate and up, as one matrix. Each part is split over the ranks by itself; `pack_projections`
+puts a rank's parts side by side again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def split_columns(program: Program) -> int:
-    """Split every packed linear of `program`; returns how many there were."""
+    """Split every packed linear of `program`, and return how many there were."""
     found = [node for node in program.graph.nodes if node.target == aten.linear.default and _is_packed(node)]
     for node in found:
         _split(program, node)
@@ -27,7 +27,7 @@ def split_columns(program: Program) -> int:
 
 
 def _is_packed(linear: fx.Node) -> bool:
-    """Whether every use is a slice of columns, and the operands are weights."""
+    """Return whether every use is a slice of columns and the operands are weights."""
     if not all(each is None or each.op == "get_attr" for each in arguments(linear)[1:]):
         return False
     return bool(linear.users) and all(_range(user) is not None for user in linear.users)

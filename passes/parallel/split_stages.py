@@ -1,8 +1,8 @@
 """Cut a program between layers into pipeline stages, each a program of its own.
 
-One value crosses each cut, the hidden rows: a later stage takes them as `hidden_in`, all but the last return them. What
-depends on positions alone (rope tables) is computed in every stage that reads it. Stages are balanced by the bytes of
-their weights.
+One value crosses each cut, the hidden rows: a later stage takes them as `hidden_in`, and all stages but the last return
+them. Values that depend on positions alone (rope tables) are computed in every stage that reads them. Stages are
+balanced by the bytes of their weights.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from inferc.errors import UnsupportedError
 from inferc.ir import program as program_lib
 from inferc.ir.program import Program, ancestors, name_of
 
-Stage = dict[fx.Node, int]  # the stage of each call
+Stage = dict[fx.Node, int]  # the pipeline stage of each call
 
 
 def split_stages(program: Program, pp: int) -> list[Program]:
-    """`pp` programs in order; `program` stays as it is.
+    """Return the programs of `pp` stages in order; `program` stays as it is.
 
-    Raises UnsupportedError for more stages than layers, or where more than the hidden rows crosses a cut.
+    Raises UnsupportedError for more stages than layers, or if more than the hidden rows crosses a cut.
     """
     if pp == 1:
         return [program]
@@ -35,7 +35,10 @@ def split_stages(program: Program, pp: int) -> list[Program]:
 
 
 def layer_bytes(program: Program) -> list[int]:
-    """The weights' bytes of each layer; what stands before the first counts with it, what follows with the last."""
+    """Return the bytes of each layer's weights.
+
+    Weights in front of the layers count with the first layer, those behind the layers with the last.
+    """
     num_layers = 1 + max((_layer(node) for node in program.graph.nodes), default=-1)
     sizes = [0] * max(num_layers, 1)
     of = _layers(program)
@@ -51,7 +54,7 @@ def layer_bytes(program: Program) -> list[int]:
 
 
 def balance(sizes: list[int], parts: int) -> list[int]:
-    """The first layer of each part, so that the largest part is as small as it can be."""
+    """Return the first layer of each part, such that the largest part is as small as possible."""
     if parts > len(sizes):
         raise UnsupportedError(f"--pp {parts}: the model has {len(sizes)} layers; use --pp {len(sizes)} or fewer")
     total = [0]
@@ -76,13 +79,14 @@ def _layer(node: fx.Node) -> int:
 
 
 def _layers(program: Program) -> dict[fx.Node, int]:
-    """The layer each call runs with: its own, or the last one that it comes after."""
+    """Return the layer that each call runs with: its own, or the highest of the calls before it."""
     of: dict[fx.Node, int] = {}
     latest = 0
     for node in program.graph.nodes:
         if node.op == "call_function":
             latest = max(latest, _layer(node))
-            # Outside of layers: before the first, or behind the last that it reads from.
+            # A call outside of all layers runs with the first layer, or with the highest one that precedes it in the
+            # graph.
             of[node] = _layer(node) if _layer(node) >= 0 else latest
     return of
 
@@ -92,7 +96,7 @@ def _stages(program: Program, first_layers: list[int]) -> Stage:
 
 
 def _keep(program: Program, stages: Stage, stage: int, pp: int) -> None:
-    """Make `program` that of one stage."""
+    """Reduce `program` to that of one stage."""
     entering = _crossing(program, stages, stage) if stage else None
     leaving = _crossing(program, stages, stage + 1) if stage + 1 < pp else None
     if entering is not None:
@@ -113,7 +117,7 @@ def _keep(program: Program, stages: Stage, stage: int, pp: int) -> None:
 
 
 def _crossing(program: Program, stages: Stage, stage: int) -> fx.Node:
-    """The one value that stages before `stage` compute from tokens and it or later ones read."""
+    """Return the one value that earlier stages compute from tokens and that `stage` or later ones read."""
     found = [
         node
         for node, at in stages.items()
@@ -126,6 +130,6 @@ def _crossing(program: Program, stages: Stage, stage: int) -> fx.Node:
 
 
 def _of_positions(node: fx.Node) -> bool:
-    """Whether positions and weights alone say what it is."""
+    """Return whether a value depends on positions and weights alone."""
     inputs = {each.name for each in ancestors([node]) if each.op == "placeholder"}
     return inputs <= {"positions"}

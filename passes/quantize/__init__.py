@@ -1,1 +1,1 @@
-"""Passes that store weights, rows and the KV cache in few bits."""
+"""Passes that store weights, activation rows and the KV cache in 8 or 4 bits."""

@@ -1,7 +1,8 @@
-"""Quantize rows where they are normalised: one op returns int8 rows, their scales and, with a residual, the sum.
+"""Fuse a norm with the quantization of its rows into one op.
 
-Saves one write and one read of a [num_tokens, hidden_size] activation for each norm, and leaves a quarter of a float32
-one to read for the products behind it. A norm that something else reads too stays apart: it must be written anyway.
+The op returns int8 rows, their scales and, with a residual, the sum. Each fusion saves one write and one read of a
+[num_tokens, hidden_size] activation, and the following products read a quarter of the bytes of a float32 activation. A
+norm that has other readers stays apart: its result must be written anyway.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def rms_norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_scale: bool
 ) -> Three:
     both = inferc.rms_norm_add.default(x, residual, weight, eps, weight_offset, round_before_scale)
-    total = operator.getitem(both, 1)  # traced first: matching starts at the last, from which the others are found
+    # Traced first, because matching starts at the last output in graph order and finds the other outputs from there.
+    total = operator.getitem(both, 1)
     return *quantized(operator.getitem(both, 0)), total
 
 

@@ -1,6 +1,6 @@
-"""Quantize rows where `silu(gate) * up` is computed.
+"""Fuse `silu(gate) * up` with the quantization of its rows.
 
-Saves one write and one read of a [num_tokens, intermediate_size] activation.
+Each fusion saves one write and one read of a [num_tokens, intermediate_size] activation.
 """
 
 from __future__ import annotations

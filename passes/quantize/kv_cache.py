@@ -1,8 +1,8 @@
-"""Store K and V in int8: each head's row of a token with a float32 scale, rounded to nearest as it is written.
+"""Store K and V in int8: each head's row of a token gets a float32 scale and is rounded to nearest when it is written.
 
-The cache's ops stay the same ops over a cache of another dtype, whose rows are `row_size` bytes long: head_dim integers
-and the scale. Decoding over a long context then reads about half the bytes of bfloat16, and the same memory holds nearly
-twice the tokens. Latents get one scale for all of a token.
+The ops of the cache stay the same; the cache gets another dtype, with rows of `row_size` bytes: head_dim integers and
+the scale. Decoding over a long context then reads about half the bytes of bfloat16, and the same memory holds nearly
+twice the tokens. A latent gets one scale for the whole row of a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from inferc.passes.verify import type_text
 
 @dataclass(frozen=True)
 class QuantizeKVCache:
-    """Runs behind `page_kv_cache`, while each write of the cache is an op of its own. Counts the writes."""
+    """A pass that quantizes the KV cache, and returns the number of cache writes.
+
+    It runs after `page_kv_cache`, while each cache write is an op of its own.
+    """
 
     name: str = "quantize_kv_cache"
 
@@ -35,7 +38,7 @@ class QuantizeKVCache:
                 continue
             before = type_text(node.meta["val"])
             infer_types(program, [node])
-            if type_text(node.meta["val"]) != before:  # it returns the cache, which others read
+            if type_text(node.meta["val"]) != before:  # the node returns the cache, which other nodes read
                 caches.add(node)
                 count += 1
         return count

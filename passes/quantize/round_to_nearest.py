@@ -1,11 +1,11 @@
 """Quantize weights, and for some schemes the rows they multiply, by rounding to nearest.
 
-A weight becomes two expressions over what it was: values in int8, in fp8 or in four bits, and a float32 scale for each
-output. In 8 bits decoding reads half the bytes of bfloat16. Nothing is calibrated: a scale is the largest magnitude over
-the largest number there is. Rows that several products read are quantized once.
+A weight becomes two expressions over the stored tensor: values in int8, fp8 or four bits, and a float32 scale per
+output. In 8 bits decoding reads half the bytes of bfloat16. Nothing is calibrated: a scale is the largest magnitude
+divided by the largest number of the format. Rows that several products read are quantized once.
 
-What stays in the model's dtype is counted, with the reason: routers, whose choices tip on a rounding; products of each
-head by its own matrix; tables of positions.
+What stays in the model's dtype is counted, with the reason: routers, whose choices tip on a rounding error; products
+with a separate matrix per head; position tables.
 """
 
 from __future__ import annotations
@@ -34,16 +34,20 @@ KEPT = {
     inferc.linear_wide.default: "routers",
     inferc.head_linear.default: "products by a matrix for each head",
 }
-# Between a router and the choice of experts.
+# Ops that may lie between a router's product and the choice of experts.
 BEFORE_ROUTING = (
-    *(inferc.pointwise.default, aten._to_copy.default, aten.add.Tensor, aten.mul.Tensor),
-    *(aten.view.default, aten.slice.Tensor),
+    inferc.pointwise.default,
+    aten._to_copy.default,
+    aten.add.Tensor,
+    aten.mul.Tensor,
+    aten.view.default,
+    aten.slice.Tensor,
 )
 
 
 @dataclass(frozen=True)
 class _Format:
-    """What makes a weight and the rows of a product 8 bits each, and the product of both."""
+    """A format of 8 bits: the functions that quantize a weight, the op that quantizes rows, and the product of both."""
 
     values: Callable[[Weight], Weight]
     scales: Callable[[Weight], Weight]
@@ -66,10 +70,12 @@ READERS: tuple[Reader, ...] = ("linear", "head", "experts")
 
 @dataclass(frozen=True)
 class Quantize:
-    """Runs where products are packed and have their residuals, behind the selection of rows.
+    """A pass that quantizes the weights of products and, for some schemes, the rows that they read.
 
-    rows_of: what reads rows in integers, where the scheme has such; the others read them as they are, for kernels that
-    round them by themselves.
+    It runs after projections are packed and fused with residuals, and after `select_rows`.
+
+    rows_of: the readers whose rows are quantized too, if the scheme does that. The other readers get the rows
+    unchanged, for kernels that quantize rows themselves.
     """
 
     scheme: Scheme
@@ -77,7 +83,10 @@ class Quantize:
     name: str = "quantize"
 
     def __call__(self, program: Program) -> int:
-        """Writes what it did into `program.info["quantization"]`, which the artifact keeps."""
+        """Quantize the products, and record the scheme, the counts and the reasons in `program.info["quantization"]`.
+
+        The artifact keeps that record.
+        """
         run = _Run(program, self.scheme, self.rows_of if self.scheme.quantizes_rows else ())
         for node in list(program.graph.nodes):
             if node.op != "call_function":
@@ -110,9 +119,8 @@ class _Run:
     rows_of: tuple[Reader, ...]
     count: int = 0
     kept: Counter[str] = field(default_factory=Counter)
-    rows: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(
-        default_factory=dict
-    )  # of x: its rows in 8 bits and their scales
+    # By activation: its rows in 8 bits and their scales.
+    rows: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
 
     def linear(self, node: fx.Node) -> None:
         x, weight, bias, *residual = arguments(node)
@@ -127,7 +135,7 @@ class _Run:
         self._replace(node, call, args)
 
     def head(self, node: fx.Node) -> None:
-        """As other products, but its sums are not rounded."""
+        """Quantize the LM head like other products, except that its float32 sums are not rounded."""
         x, weight, bias = arguments(node)
         values, scale = self._weight(weight, node)
         if "head" in self.rows_of:
@@ -142,7 +150,7 @@ class _Run:
         self._replace(node, inferc.embedding_int8.default, args)
 
     def experts(self, node: fx.Node) -> None:
-        """Their input is quantized once for all of them, here; the op does that with each activation."""
+        """Quantize the experts: their input here, once for all of them, and each activation inside of the op."""
         args = named_arguments(node)
         for name in ("gate_up", "down"):
             if self.scheme.group:
@@ -197,7 +205,7 @@ class _Run:
 
 
 def _why_kept(node: fx.Node) -> str:
-    """What the node is that stays in its dtype, "" if it is not or does not read a weight that could be quantized."""
+    """Return why the node stays in its dtype, or "" if it is quantized or reads no weight that could be quantized."""
     if node.target in KEPT:
         return KEPT[node.target]
     if node.target == inferc.moe_experts.default:
@@ -220,7 +228,7 @@ def _why_kept(node: fx.Node) -> str:
 
 
 def _why_not_in_fp8(node: fx.Node) -> str:
-    """What no kernel reads in fp8."""
+    """Return the kind of a node for which no kernel reads fp8, or "" if there is one."""
     if node.target == inferc.moe_experts.default:
         return "experts"
     return "embedding and LM head" if node.target in (inferc.lm_head.default, aten.embedding.default) else ""

@@ -1,4 +1,7 @@
-"""The schemes of `--quantize`, one a row, and of `--kv-dtype`: what is rounded to 8 or 4 bits, and how far that may move the model."""
+"""The table of the schemes of `--quantize`, one per row, and of `--kv-dtype`.
+
+A scheme says what is rounded to 8 or 4 bits, and how far that may move the model's outputs (its error budget).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from inferc.ir.program import Program
 
 @dataclass(frozen=True)
 class Budget:
-    """max_kl (nats, mean over positions) and min_top1 are to Hugging Face's float32 run; the certificate refuses more."""
+    """The error that a lossy pass may cause, measured against Hugging Face's float32 run; the certificate refuses more.
+
+    max_kl is in nats, as a mean over positions. min_top1 is the smallest share of positions with the same top-1 token.
+    """
 
     name: str
     max_kl: float
@@ -22,15 +28,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What `--quantize NAME` does to weights and rows, and its budget."""
+    """A scheme of `--quantize NAME`: what it does to weights and activation rows, and its error budget."""
 
     name: str
     what: str
-    quantizes_rows: bool  # the rows that a product reads are rounded to 8 bits too, as they are computed
+    # Whether the rows that a product reads are rounded to 8 bits too, as they are computed.
+    quantizes_rows: bool
     max_kl: float
     min_top1: float
-    group: int = 0  # of neighbours in four bits that share a scale; 0: 8 bits, a scale for each output
-    format: Literal["int8", "fp8"] = "int8"  # of what is in 8 bits; fp8 is float8_e4m3fn
+    # The number of neighbouring four-bit values that share a scale; 0 means 8 bits and one scale per output.
+    group: int = 0
+    format: Literal["int8", "fp8"] = "int8"  # the 8-bit format; fp8 is float8_e4m3fn
 
     @property
     def budget(self) -> Budget:
@@ -46,8 +54,8 @@ SCHEMES = {
         ),
         Scheme(
             "fp8",
-            "FP8: projections and the rows they read in float8_e4m3fn, with scales as in w8a8; experts, embedding and LM"
-            " head as they are",
+            "FP8: projections and the rows they read in float8_e4m3fn, with scales as in w8a8; experts, embedding"
+            " and LM head as they are",
             True,
             max_kl=0.1,
             min_top1=0.8,
@@ -56,8 +64,8 @@ SCHEMES = {
         *(
             Scheme(
                 name,
-                f"W4A8: weights in four bits with an integer scale per {group} of them, rows as in w8a8; embedding and LM"
-                " head as in w8a8",
+                f"W4A8: weights in four bits with an integer scale per {group} of them, rows as in w8a8;"
+                " embedding and LM head as in w8a8",
                 True,
                 max_kl=max_kl,
                 min_top1=0.5,
@@ -77,14 +85,14 @@ KV_INT8 = Budget("kv_int8", max_kl=0.01, min_top1=0.9)
 
 
 def budgets_of(program: Program) -> list[Budget]:
-    """Of the lossy passes that a program has been through, in their order."""
+    """Return the error budgets of the lossy passes that a program has been through, in pass order."""
     found = [KV_INT8] if any(group.dtype == torch.int8 for group in program.kv_groups) else []
     done = program.info.get("quantization", {"products": 0})
     return [*found, SCHEMES[done["scheme"]].budget] if done["products"] else found
 
 
 def together(budgets: Sequence[Budget]) -> Budget:
-    """What several lossy passes may do between them: independent errors add up in the KL."""
+    """Combine the budgets of several lossy passes: independent errors add up in the KL divergence."""
     return Budget(
         " with ".join(each.name for each in budgets),
         sum(each.max_kl for each in budgets),

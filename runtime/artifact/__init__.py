@@ -1,1 +1,1 @@
-"""An artifact on disk: read, checked, signed."""
+"""The artifact on disk: reading, checking and signing it."""

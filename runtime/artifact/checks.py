@@ -1,7 +1,7 @@
-"""What must hold between the fields of an artifact's files, whose types are right by now (manifest_types.py).
+"""The consistency checks between the fields of an artifact's files, after their types were checked (manifest_types.py).
 
-A library or a GPU reads by tables that these fields make: one that is too short, or names what is not there, is found here and not
-while a step runs. Every function returns what is wrong, beginning with the field, or None.
+A library or a GPU reads memory by tables made from these fields. A table that is too short, or that names something
+missing, is found here, and not while a step runs. Every function returns the fault, beginning with the field, or None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inferc.targets import find_spec
 
 
 def manifest_fault(manifest: Manifest) -> str | None:
-    """Find what contradicts itself in engine.json alone."""
+    """Find a contradiction within engine.json."""
     for name, entry in manifest.files.items():
         parts = PurePosixPath(name).parts
         if PurePosixPath(name).is_absolute() or ".." in parts:
@@ -69,7 +69,7 @@ def _bytes_per_token(of: KvGroup) -> int:
 
 
 def program_fault(program: Program, entry: ProgramEntry, sizes: Mapping[str, int]) -> str | None:
-    """Find what contradicts itself in a program.json, or engine.json's entry of it. sizes: of the mapped files."""
+    """Find a contradiction within a program.json, or with its entry in engine.json. sizes: of the mapped files."""
     names = [each.name for each in program.step.inputs]
     if names != entry.inputs:
         return f"step.inputs: found {', '.join(names)}, and engine.json has {', '.join(entry.inputs)}"
@@ -92,7 +92,7 @@ def program_fault(program: Program, entry: ProgramEntry, sizes: Mapping[str, int
 
 
 def records_fault(records: Sequence[Record], folder: str, files: Container[str]) -> str | None:
-    """Find a launch record of a folder of kernels whose code is not there."""
+    """Find a launch record in a folder of kernels whose code is missing."""
     suffix = PTX if PurePosixPath(folder).name == PTX else "cubin"
     for index, record in enumerate(records):
         if f"{folder}/{record.name}.{suffix}" not in files:
@@ -111,7 +111,7 @@ def _weight_fault(row: WeightRow, sizes: Mapping[str, int]) -> str | None:
 
 
 def _launches_fault(launches: Launches, program: Program, entry: ProgramEntry) -> str | None:
-    """Whether the launches of a step name what there is, as far as engine.json and program.json say."""
+    """Find a launch that names something that does not exist according to engine.json and program.json."""
     weights = {row.name for row in program.weights}
     scratch = program.scratch if program.scratch is not UNSET else {}
     for part in ("begin", "step", "head", "sample", "score"):

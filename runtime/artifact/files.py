@@ -1,6 +1,6 @@
-"""The files of an artifact: read whole and hashed, or mapped and hashed a chunk at a time by threads.
+"""The files of an artifact: small ones are read and hashed whole, large ones mapped and hashed in chunks by threads.
 
-What is handed out are the bytes that were hashed, or a map of the file whose pages are: nothing is opened by its name again.
+Callers get the very bytes that were hashed, or the map whose pages were: no file is opened a second time by its name.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class ChunkSums:
 
 
 def digest_of(data: bytes | memoryview, algorithm: Algorithm) -> str:
-    """The digest of a chunk, as the manifest or a signature writes it."""
+    """Return the digest of a chunk, in the notation of the manifest and of signatures."""
     return xxhash.xxh3_128_hexdigest(data) if algorithm == "xxh3_128" else hashlib.sha256(data).hexdigest()
 
 
 def checked_path(folder: Path, name: str, num_bytes: int) -> Path:
-    """The path of a file that has so many bytes. Raises ArtifactError."""
+    """Return the path of a file after checking its size. Raises ArtifactError."""
     path = folder / name
     try:
         size = path.stat().st_size
@@ -50,7 +50,7 @@ def checked_path(folder: Path, name: str, num_bytes: int) -> Path:
 
 
 def read_checked(folder: Path, name: str, entry: Mapping[str, Any]) -> bytes:
-    """A file whose SHA-256 the manifest has. Raises ArtifactError."""
+    """Read a file and check it against the SHA-256 in the manifest. Raises ArtifactError."""
     path = checked_path(folder, name, entry["bytes"])
     try:
         data = path.read_bytes()
@@ -62,23 +62,23 @@ def read_checked(folder: Path, name: str, entry: Mapping[str, Any]) -> bytes:
 
 
 def map_file(folder: Path, name: str, entry: Mapping[str, Any]) -> mmap.mmap:
-    """A file in memory, of which nothing is read yet. Raises ArtifactError."""
+    """Map a file into memory without reading any of it yet. Raises ArtifactError."""
     path = checked_path(folder, name, entry["bytes"])
     try:
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: of an empty file
+    except (OSError, ValueError) as error:  # an empty file raises ValueError
         raise ArtifactError(f"cannot map {path}: {getattr(error, 'strerror', None) or error}") from None
-    if len(memory) != entry["bytes"]:  # it has just been replaced
+    if len(memory) != entry["bytes"]:  # the file was replaced after its size was checked
         raise ArtifactError(f"{path} has {len(memory)} bytes, expected {entry['bytes']}; {AGAIN}")
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
+        with suppress(OSError):  # the kernel may lack huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 class WeightsCheck:
-    """A running check of mapped files: threads that hash chunks, faulting their pages in on the way."""
+    """A check of mapped files in progress: threads hash the chunks, which also faults their pages in."""
 
     def __init__(
         self, folder: Path, maps: Mapping[str, mmap.mmap], sums: Mapping[str, ChunkSums], num_threads: int
@@ -86,7 +86,7 @@ class WeightsCheck:
         self._folder, self._maps = folder, maps
         self._chunks = _chunks(sums)
         self._lock = threading.Lock()
-        self._error: Exception | None = None  # the first; a chunk that was not hashed is not checked
+        self._error: Exception | None = None  # the first error; the remaining chunks are then left unchecked
         self._threads = [
             threading.Thread(target=self._run, name=f"verify-{i}", daemon=True) for i in range(num_threads)
         ]
@@ -123,12 +123,12 @@ class WeightsCheck:
 
 
 def damaged(path: Path, start: int) -> ArtifactError:
-    """What is said of a file whose chunk from `start` on is not what it was."""
+    """Return the error that says that the chunk of a file beginning at `start` is damaged."""
     return ArtifactError(f"{path} is damaged within bytes {start} to {start + CHUNK_BYTES}; {AGAIN}")
 
 
 def _chunks(sums: Mapping[str, ChunkSums]) -> Iterator[tuple[str, int, Algorithm, str]]:
-    """(file, first byte, algorithm, digest) of every chunk, in file order: the order in which a step reads them."""
+    """Yield (file, first byte, algorithm, digest) of every chunk, in the order in which a step reads them."""
     for name, each in sums.items():
         for index, digest in enumerate(each.of_chunks):
             yield name, index * CHUNK_BYTES, each.algorithm, digest

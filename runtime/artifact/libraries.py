@@ -1,7 +1,7 @@
-"""Compiled libraries, loaded from the bytes that were checked and not from a path a second time.
+"""The loading of compiled libraries from the bytes that were checked, not from a path that is opened a second time.
 
-Between the check of a file and its opening by name somebody may put another there. So the bytes go to a file in memory that has
-no name, is sealed (nobody writes to it again, we neither) and is what the dynamic loader opens.
+Somebody may replace a file between its check and its opening by name. So the bytes are written to an anonymous file in
+memory, which is sealed against any further writes, and the dynamic loader opens that file.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-MFD_EXEC = 0x10  # of Linux 6.3: says that the file is to be executed, which a system may ask for
+MFD_EXEC = 0x10  # Linux 6.3: declares the file executable, which a system may require
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
 
 
 @dataclass(frozen=True)
 class Library:
-    """The bytes of a compiled library. path: of the file that they were read from, for messages."""
+    """The bytes of a compiled library. path: the file that they were read from, for messages."""
 
     path: Path
     data: bytes = field(repr=False)
 
     @staticmethod
     def read(path: Path) -> Library:
-        """A library of whose bytes nobody knows anything, as a compile has just written it. Raises OSError."""
+        """Read a library without checking it, such as one that a compile has just written. Raises OSError."""
         return Library(path, path.read_bytes())
 
 
-# By the SHA-256 of their bytes: the loader would map the same bytes again, under another name.
+# The open libraries by the SHA-256 of their bytes. Without this, the loader would map the same bytes once per name.
 _OPEN: dict[bytes, ctypes.CDLL] = {}
 _LOCK = threading.Lock()
 
 
 def open_library(library: Library) -> ctypes.CDLL:
-    """Have the dynamic loader open these bytes. Raises OSError, with what the loader says, where it cannot."""
+    """Have the dynamic loader open these bytes. Raises OSError with the loader's message if it cannot."""
     digest = hashlib.sha256(library.data).digest()
     with _LOCK:
         if digest not in _OPEN:
@@ -51,7 +51,7 @@ def open_library(library: Library) -> ctypes.CDLL:
 
 
 def _open_sealed(library: Library) -> ctypes.CDLL | None:
-    """From a file in memory; None where the system has none, or lets none be executed."""
+    """Open a library from a sealed file in memory; None if the system has no such files or does not execute them."""
     try:
         file = _new_file(f"inferc-{library.path.name}")
     except (OSError, AttributeError) as error:
@@ -61,7 +61,7 @@ def _open_sealed(library: Library) -> ctypes.CDLL | None:
         with open(file, "wb", closefd=False) as to:
             to.write(library.data)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, sum(getattr(fcntl, name) for name in _SEALS))
-        # It stays open, so that its number, which is its name for the loader, is not given out again.
+        # The descriptor stays open: its number is the loader's name for the library, and must not be reused.
         return ctypes.CDLL(f"/proc/self/fd/{file}")
     except (OSError, AttributeError) as error:
         log.debug("%s is not loaded from a file in memory: %s", library.path, error)
@@ -73,18 +73,18 @@ def _new_file(name: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return os.memfd_create(name, flags | MFD_EXEC)
-    except OSError:  # a kernel that does not know the flag
+    except OSError:  # the kernel does not know the flag
         return os.memfd_create(name, flags)
 
 
 def _open_copy(library: Library) -> ctypes.CDLL:
-    """From a copy that nobody else can reach, in a folder of its own, which is gone once the loader has it."""
+    """Open a library from a copy in a private folder, which is deleted once the loader has opened it."""
     try:
         folder = tempfile.mkdtemp(prefix="inferc-")  # mode 0700
     except OSError as error:
         return _open_itself(library, error)
     try:
-        path = Path(folder) / f"{hashlib.sha256(library.data).hexdigest()}.so"  # never a name twice
+        path = Path(folder) / f"{hashlib.sha256(library.data).hexdigest()}.so"  # a unique name per content
         try:
             with path.open("xb") as to:
                 to.write(library.data)
@@ -99,10 +99,10 @@ def _open_copy(library: Library) -> ctypes.CDLL:
 
 
 def _open_itself(library: Library, why: OSError) -> ctypes.CDLL:
-    """Open the file that was checked, where no file can be written at all (a full disk, a limit on their size).
+    """Open the checked file itself, where no copy can be written at all (a full disk, a limit on file sizes).
 
-    By its descriptor, through which the bytes are compared before: another file under its name is not taken. Against somebody
-    who writes into the file itself at this moment there is no help here, so it is said.
+    It is opened by a descriptor, through which its bytes are compared first, so another file under its name is not
+    loaded. This cannot protect against somebody who writes into the file at this very moment, so a warning is logged.
     """
     try:
         file = os.open(library.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -112,7 +112,7 @@ def _open_itself(library: Library, why: OSError) -> ctypes.CDLL:
         with open(file, "rb", closefd=False) as whole:
             if whole.read() != library.data:
                 raise OSError(f"it has changed since it was checked, and no copy can be written: {why.strerror}")
-        opened = ctypes.CDLL(f"/proc/self/fd/{file}")  # which stays open, as above
+        opened = ctypes.CDLL(f"/proc/self/fd/{file}")  # the descriptor stays open: its number is the library's name
     except OSError:
         os.close(file)
         raise

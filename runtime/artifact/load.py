@@ -1,8 +1,8 @@
-"""Load and check an artifact: numpy, xxhash, msgspec and the standard library only.
+"""The loading and checking of an artifact, with numpy, xxhash, msgspec and the standard library only.
 
-Everything small or executable is read whole and checked before use (SHA-256), and what is used are the bytes that were checked.
-The weights are mapped, not read, and checked by threads in the background (XXH3-128 per chunk) while the engine starts:
-`verify_weights().wait()` must have returned before the first answer leaves.
+Everything small or executable is read whole and checked before use (SHA-256), and the bytes that were checked are the
+ones used. The weights are mapped, not read, and threads check them in the background (XXH3-128 per chunk) while the
+engine starts: `verify_weights().wait()` must have returned before the first response is sent.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from inferc.system.json_text import parse_json
 
 log = logging.getLogger(__name__)
 
-# numpy has neither: their bits are seen.
+# numpy has no bfloat16 and no fp8, so their bits are viewed as unsigned integers.
 NUMPY_DTYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
-KEPT = ("kernels/", "tokenizer/")  # files whose checked bytes are used later
+KEPT = ("kernels/", "tokenizer/")  # the folders of files whose checked bytes are kept for later use
 
 
 @dataclass(frozen=True)
 class MemoryFormula:
-    """Bytes of a step's arena as a function of what a step may hold at most."""
+    """The size of a step's arena in bytes, as a linear function of the most that a step may hold."""
 
     const: int
     per_token: int
@@ -64,7 +64,7 @@ class MemoryFormula:
     per_thread: int
 
     def arena_bytes(self, num_tokens: int, num_rows: int, num_seqs: int, num_threads: int) -> int:
-        """`const + …` for the configured maxima, each but the threads rounded up to a multiple of 64."""
+        """Return the bytes for these maxima; all but the threads are rounded up to a multiple of 64."""
         rows = (
             self.per_token * align_rows(num_tokens)
             + self.per_row * align_rows(num_rows)
@@ -73,16 +73,17 @@ class MemoryFormula:
         return self.const + rows + self.per_thread * num_threads
 
     def reserved_bytes(self, num_tokens: int, num_seqs: int, num_threads: int) -> int:
-        """What a runner reserves: scoring asks for a row for each token. Pages that no step touches take no memory."""
+        """Return the bytes that a runner reserves: scoring needs a row per token. Untouched pages take no memory."""
         return self.arena_bytes(num_tokens, num_tokens, num_seqs, num_threads)
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A loaded artifact, or one rank of it: `ranks` has them all, of which this is the first if nobody chose another.
+    """A loaded artifact, or one rank of it.
 
-    manifest is engine.json, `entry` what it says of this rank's program, `program` that program's file, as parsed; all three
-    have the types of manifest_types.py.
+    `ranks` lists all ranks; the first one is loaded unless the caller chose another. manifest is engine.json, `entry`
+    its entry of this rank's program, and `program` the parsed file of that program; all three have the types of
+    manifest_types.py.
     """
 
     path: Path
@@ -90,17 +91,19 @@ class Artifact:
     entry: dict[str, Any]
     program: dict[str, Any]
     weights: tuple[StoredWeight, ...]  # in the order of the step's weight table
-    maps: dict[str, mmap.mmap]  # of the weight files, by name
-    sums: dict[str, ChunkSums] = field(repr=False)  # of the mapped files, by name
-    contents: dict[str, bytes] = field(repr=False, compare=False)  # of kernels and tokenizer, as checked, by name
+    maps: dict[str, mmap.mmap]  # the mapped weight files, by file name
+    sums: dict[str, ChunkSums] = field(repr=False)  # the digests of the mapped files, by file name
+    contents: dict[str, bytes] = field(repr=False, compare=False)  # the checked bytes of kernels and tokenizer, by name
     manifest_bytes: bytes = field(repr=False, compare=False)  # engine.json as it was read
-    ranks: list[Artifact] = field(
-        repr=False, compare=False
-    )  # by ep rank, stage, tp rank; only this one where the model is whole
+    # All ranks, ordered by ep rank, pipeline stage and tp rank; only this one if the model is not partitioned.
+    ranks: list[Artifact] = field(repr=False, compare=False)
 
     @property
     def model(self) -> dict[str, Any]:
-        """What the runtime needs to know of the model: vocab_size, eos_token_ids, generation defaults, …"""
+        """The facts about the model that the runtime needs, such as vocab_size and the generation defaults.
+
+        It is the manifest's "model" entry.
+        """
         return dict(self.manifest["model"])
 
     @property
@@ -110,14 +113,14 @@ class Artifact:
 
     @property
     def kv_groups(self) -> list[dict[str, Any]]:
-        """Of this rank; `whole_kv_groups` has all ranks' together."""
+        """The KV groups of this rank; `whole_kv_groups` has those of all ranks together."""
         return list(self.entry["kv_groups"])
 
     @property
     def whole_kv_groups(self) -> list[dict[str, Any]]:
-        """The groups of all ranks, of which `bytes_per_token` and `layers` are the sums: what a scheduler counts in.
+        """The KV groups of all ranks together, which a scheduler counts in: `bytes_per_token` and `layers` are summed.
 
-        Ranks that hold parts of the same layers have equal groups; stages may have different ones.
+        Ranks that hold parts of the same layers have equal groups; pipeline stages may have different ones.
         """
         found: dict[tuple[Any, ...], dict[str, Any]] = {}
         for rank in self.ranks:
@@ -145,22 +148,25 @@ class Artifact:
 
     @property
     def weights_bytes(self) -> int:
-        """What this rank reads of the weight files; ranks may share a tensor, and names in one rank too."""
+        """The bytes that this rank reads of the weight files.
+
+        A tensor shared by ranks or by names counts once per rank.
+        """
         return sum({(weight.file, weight.offset): weight.num_bytes for weight in self.weights}.values())
 
     @property
     def isas(self) -> tuple[str, ...]:
-        """Instruction sets the artifact has a library for, best first."""
+        """The instruction sets that the artifact has a library for, best first."""
         return tuple(self.entry["libraries"])
 
     @property
     def tokenizer(self) -> TextFiles:
-        """What text needs: tokenizer.json, and chat_template.jinja and others where the model has them."""
+        """The files for text: tokenizer.json, and chat_template.jinja and others if the model has them."""
         files = {name: data for name, data in self.contents.items() if name.startswith("tokenizer/")}
         return TextFiles(self.path / "tokenizer", {name.removeprefix("tokenizer/"): files[name] for name in files})
 
     def library(self, isa: str) -> Library:
-        """The compiled step for `isa`, as its bytes were checked when the artifact was loaded."""
+        """Return the compiled step for `isa`, as the bytes that were checked when the artifact was loaded."""
         libraries = self.entry["libraries"]
         if isa not in libraries:
             have = ", ".join(libraries) or "none"
@@ -168,20 +174,23 @@ class Artifact:
         return Library(self.path / libraries[isa], self.contents[libraries[isa]])
 
     def read(self, name: str) -> bytes:
-        """A file of it, small enough to be checked by its SHA-256. Raises ArtifactError."""
+        """Return the checked contents of a file that has a SHA-256 in the manifest. Raises ArtifactError."""
         if "sha256" not in self.manifest["files"].get(name, ()):
             raise ArtifactError(f"{self.path / MANIFEST} names no {name} that has a sha256; {AGAIN}")
         return self.contents.get(name) or read_checked(self.path, name, self.manifest["files"][name])
 
     def read_json(self, name: str) -> Any:
-        """A JSON file of it. Raises ArtifactError."""
+        """Return the parsed contents of a JSON file. Raises ArtifactError."""
         try:
             return parse_json(self.read(name))
         except ValueError as error:
             raise ArtifactError(f"{self.path / name} is not JSON: {error}; {AGAIN}") from None
 
     def costs(self) -> CostLog:
-        """What the program costs after each pass. Raises ArtifactError, for an artifact without that too."""
+        """Return the costs of the program after each compiler pass.
+
+        Raises ArtifactError, also if the artifact has none.
+        """
         data = self.read_json(COSTS)
         try:
             return CostLog.from_json(data)
@@ -190,29 +199,36 @@ class Artifact:
             raise ArtifactError(f"{self.path / COSTS} is not of the format: {why}; {AGAIN}") from None
 
     def weight(self, name: str) -> NDArray[Any]:
-        """The stored tensor `name`, in its physical shape: a read-only view of the mapped file, bfloat16 and fp8 as bits."""
+        """Return the stored tensor `name` in its physical shape, as a read-only view of the mapped file.
+
+        bfloat16 and fp8 are returned as their bits.
+        """
         weight = next((weight for weight in self.weights if weight.name == name), None)
         if weight is None:
             raise KeyError(f"{self.path} has no weight {name!r}")
         return self.view(weight)
 
     def view(self, weight: StoredWeight) -> NDArray[Any]:
-        """As `weight`, for a row of the table."""
+        """Return the stored tensor of a row of the weight table, like `weight`."""
         count = math.prod(weight.physical_shape)
         dtype = np.dtype(NUMPY_DTYPES.get(weight.dtype, weight.dtype))
         flat = np.frombuffer(self.maps[weight.file], dtype, count, weight.offset)
         return flat.reshape(weight.physical_shape)
 
     def cache_identity(self, kv_evict: str | None = None) -> tuple[str, str]:
-        """What the K and V of this artifact are: its hash, as another of the same model may have other bits, and their dtypes.
+        """Return what identifies this artifact's K and V: its hash and the KV dtypes.
 
-        kv_evict: as in EngineConfig; with it K and V hold what their tokens had forgotten.
+        Another artifact of the same model may compute other bits, so the hash is part of it. kv_evict: as in
+        EngineConfig; with it, K and V depend on which tokens had been evicted when they were computed.
         """
         kv_dtype = ",".join(str(group["dtype"]) for group in self.whole_kv_groups)
         return str(self.manifest["sha256"]), kv_dtype if kv_evict is None else f"{kv_dtype} {kv_evict}"
 
     def verify_weights(self, num_threads: int | None = None) -> WeightsCheck:
-        """Start checking every chunk of the weights in the background; wait for it before the first answer."""
+        """Start checking every chunk of the weights in the background.
+
+        Wait for the result before the first response.
+        """
         return WeightsCheck(self.path, self.maps, self.sums, num_threads or min(4, available_cores()))
 
 
@@ -224,13 +240,15 @@ def load_artifact(
     manifest_sha256: str | None = None,
     trusted_keys: str | os.PathLike[str] | None = None,
 ) -> Artifact:
-    """Open the artifact at `path`, checking all of it but the contents of the weights (see `verify_weights`).
+    """Open the artifact at `path` and check all of it except the contents of the weights (see `verify_weights`).
 
-    target: what it is to run on, if the caller has a choice in mind. to_run: whether it must be for this kind of machine.
-    manifest_sha256: of the one that it has to be, if the caller has loaded it before. trusted_keys: a file of keys, one of
-    which must have signed it; its weights are then checked by SHA-256.
-    Raises ArtifactError, in one line: no artifact, another format version, a damaged, truncated or missing file, or
-    an artifact for another target or kind of machine.
+    - target: the target to run on, if the caller has chosen one.
+    - to_run: whether the artifact must be for this kind of machine.
+    - manifest_sha256: the digest that the manifest must have, if the caller has loaded the artifact before.
+    - trusted_keys: a file of keys, one of which must have signed the artifact; its weights are then checked by SHA-256.
+
+    Raises ArtifactError, in one line: no artifact, another format version, a damaged, truncated or missing file, or an
+    artifact for another target or kind of machine.
     """
     folder = Path(path)
     data, manifest, typed = _read_manifest(folder)
@@ -261,12 +279,12 @@ def load_artifact(
 
 
 def group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What KV groups of different ranks have in common where one scheduler's blocks stand for all of them."""
+    """Return the key that KV groups of different ranks share if one scheduler's blocks stand for all of them."""
     return tuple(group[name] for name in ("kind", "window", "num_kv_heads", "head_dim", "dtype"))
 
 
 def _read_program(folder: Path, entry: ProgramEntry, data: bytes, maps: Mapping[str, mmap.mmap]) -> dict[str, Any]:
-    """A program.json, of the types of manifest_types.Program. Raises ArtifactError."""
+    """Parse a program.json and check it against manifest_types.Program. Raises ArtifactError."""
     try:
         program, typed = read_typed(data, Program)
         fault = program_fault(typed, entry, {name: len(data) for name, data in maps.items()})
@@ -278,7 +296,7 @@ def _read_program(folder: Path, entry: ProgramEntry, data: bytes, maps: Mapping[
 
 
 def _check_records(folder: Path, entry: ProgramEntry, contents: Mapping[str, bytes]) -> None:
-    """Raises ArtifactError for launch records of other types than manifest_types.Record, or without their code."""
+    """Raise ArtifactError for launch records that are not of type manifest_types.Record, or whose code is missing."""
     for kernels in entry.cubins.values():
         name = f"{kernels}/{RECORDS}"
         try:
@@ -297,12 +315,12 @@ def _weight_table(program: Mapping[str, Any]) -> tuple[StoredWeight, ...]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """engine.json of the artifact at `folder`, its version, its own digest and its types checked."""
+    """Read engine.json of the artifact at `folder`, and check its version, its own digest and its types."""
     return _read_manifest(folder)[1]
 
 
 def _read_manifest(folder: Path) -> tuple[bytes, dict[str, Any], Manifest]:
-    """The file's bytes, what they say, and the same by its types."""
+    """Return the bytes of engine.json, its parsed contents, and the same as a typed Manifest."""
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
@@ -337,7 +355,10 @@ def _read_manifest(folder: Path) -> tuple[bytes, dict[str, Any], Manifest]:
 
 
 def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `inferc inspect --json` prints: sizes, kernels and their resources, the certificate. Reads no weights."""
+    """Return what `inferc inspect --json` prints: sizes, kernels and their resources, the certificate.
+
+    It reads no weights.
+    """
     artifact = load_artifact(path, to_run=False)
     manifest = artifact.manifest
     defaults = EngineConfig()
@@ -380,14 +401,14 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _chat_facts(artifact: Artifact) -> dict[str, Any] | None:
-    """The form in which the chat template reads messages (inferc.chat_form); None where there is none."""
+    """Return the form in which the chat template reads messages (inferc.chat_form), or None without a template."""
     name = "tokenizer/golden_chat.json"
     golden = artifact.read_json(name) if name in artifact.manifest["files"] else {}
     return golden.get("form") if isinstance(golden, dict) else None
 
 
 def _plan_facts(artifact: Artifact) -> dict[str, Any]:
-    """Of TensorRT plans: what built them, for what, their size, and how many layers of which kind each was built from."""
+    """Return the facts of TensorRT plans: their builder, their chip, their size, and their layers counted by kind."""
     facts, layers = artifact.manifest["tensorrt"], artifact.read_json(TENSORRT_LAYERS)
     if "plans" not in facts:
         return {**facts, **_of_plan(artifact, TENSORRT_PLAN, layers)}

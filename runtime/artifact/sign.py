@@ -1,4 +1,4 @@
-"""Sign an artifact: all of it is checked before its signature says that it is as its maker made it."""
+"""The signing of an artifact, all of which is checked before it is signed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def sign_artifact(path: Path, key: Ed25519PrivateKey) -> PublicKey:
-    """Write the signature of the artifact at `path`. Raises ArtifactError for one that is damaged."""
+    """Write the signature of the artifact at `path`. Raises ArtifactError if the artifact is damaged."""
     artifact = load_artifact(path, to_run=False)
     artifact.verify_weights().wait()
     chunks: dict[str, list[str]] = {}

@@ -1,1 +1,1 @@
-"""The engine: schedule, run, update; on a thread, in a process, as `inferc.LLM`."""
+"""The engine, which schedules, runs and updates steps: on a thread, in a process, or as `inferc.LLM`."""

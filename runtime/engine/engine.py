@@ -1,6 +1,6 @@
-"""The engine: schedule, run, update; knows token ids only.
+"""The engine core: schedules a step, runs it and updates the sequences; it knows token ids only.
 
-One step is in flight while the next is scheduled (depth-one pipeline), so the device does not wait for the host.
+One step is in flight while the next is scheduled (a pipeline of depth one), so the device does not wait for the host.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from inferc.runtime.step.sequence import Output, Sequence, StepOutputs, sequence
 
 log = logging.getLogger(__name__)
 
+# The bounds of the histogram of tokens per step: a step is counted at the first bound that holds it.
 STEP_TOKENS = (
     1,
     8,
@@ -48,58 +49,62 @@ STEP_TOKENS = (
     2048,
     4096,
     8192,
-)  # steps are counted by the first that holds them
-STORE_SECONDS = 5.0  # after the last step, for what is to be found by the next run
+)
+STORE_SECONDS = 5.0  # the time after the last step to store blocks for the next run
 
-Outputs: TypeAlias = StepOutputs | list[Output]  # of a step, to be iterated once
+Outputs: TypeAlias = StepOutputs | list[Output]  # the outputs of a step, to be iterated once
 
 
 class HalfAdded(Exception):
-    """The scheduler failed while it took a request, and nobody knows what of it is left there: the engine cannot go on."""
+    """The error raised if the scheduler failed while it took a request.
+
+    What of the request is left in the scheduler is not known, so the engine cannot go on.
+    """
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the engine must know of the model."""
+    """The properties of the model that the engine must know."""
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
-    pooling: Pooling | None = None  # of vectors of texts, where the model and its runner make them
-    cache_identity: tuple[str, str] = ("", "")  # the model's hash and the dtype of K and V, see `root_hash`
+    pooling: Pooling | None = None  # how texts are embedded, if the model and its runner can
+    cache_identity: tuple[str, str] = ("", "")  # (hash of the model, dtype of K and V), see `root_hash`
 
 
 @dataclass
 class EngineStats:
-    """Counters since the start, and gauges of now. Seconds are of the engine's thread."""
+    """The counters since the start, and gauges of the present; seconds are of the engine's thread."""
 
     num_waiting: int = 0
     num_running: int = 0
-    kv_usage: float = 0.0  # of the KV group that is fullest
-    num_blocks: list[int] = field(default_factory=list)  # of each KV group, block 0 included
+    kv_usage: float = 0.0  # of the fullest KV group
+    num_blocks: list[int] = field(default_factory=list)  # of each KV group, including block 0
     block_size: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
     num_refused: int = 0  # requests whose objective could not be met
-    length_error: float = 0.0  # of the predicted lengths of answers, mean of the absolute logarithm of the ratio
-    length_error_of_mean: float = 0.0  # the same of one who always predicts the mean
-    cost_error: float = 0.0  # of the predicted seconds of steps, mean and relative
+    length_error: float = 0.0  # of predicted answer lengths: the mean absolute logarithm of the ratio
+    length_error_of_mean: float = 0.0  # the `length_error` of always predicting the mean
+    cost_error: float = 0.0  # the mean relative error of the predicted seconds of steps
     num_freed_outside_window: int = 0  # blocks that left every window while their sequences ran
-    num_evicted: int = 0  # blocks of the prefix cache that made room
-    num_stored: int = 0  # blocks that were copied to the lower tier
-    num_loaded: int = 0  # blocks of the lower tier that sequences found there
-    num_swapped: int = 0  # blocks of preempted sequences that were kept from others until they were copied
-    num_spilled: int = 0  # blocks of running sequences that came to lie in the lower tier
-    num_damaged: int = 0  # blocks of earlier runs that were not what they should be
-    offload_usage: float = 0.0  # of the lower tier, of the group that is fullest there
-    admitted_tokens: int = 0  # of prompts, when they were let in for the first time
-    cached_tokens: int = 0  # of these, found in the prefix cache
+    num_evicted: int = 0  # blocks of the prefix cache that were evicted
+    num_stored: int = 0  # blocks that were copied to the offload tier
+    num_loaded: int = 0  # blocks that sequences found in the offload tier
+    num_swapped: int = 0  # blocks of preempted sequences that were held until they were copied
+    num_spilled: int = 0  # blocks of running sequences that were moved to the offload tier
+    num_damaged: int = 0  # blocks of earlier runs that did not match their checksum
+    offload_usage: float = 0.0  # of the offload tier's fullest KV group
+    admitted_tokens: int = 0  # prompt tokens, counted at the first admission
+    cached_tokens: int = 0  # the part of `admitted_tokens` that was in the prefix cache
     prompt_tokens: int = 0
     scheduled_tokens: int = 0
     output_tokens: int = 0
-    step_seqs: int = 0  # of all steps
-    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # steps, by STEP_TOKENS
-    busy_seconds: float = 0.0  # in which a step was under way
+    step_seqs: int = 0  # summed over all steps
+    # numbers of steps, by STEP_TOKENS
+    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    busy_seconds: float = 0.0  # with a step in flight
     finished: dict[str, int] = field(default_factory=dict)  # by reason: "stop", "length", "error", "abort"
     schedule_seconds: float = 0.0
     submit_seconds: float = 0.0
@@ -108,12 +113,15 @@ class EngineStats:
 
 
 class Engine:
-    """Requests in, tokens out. Not thread-safe: one thread calls it (see loop.py).
+    """An engine that takes requests and returns tokens; it is not thread-safe: one thread calls it (see loop.py).
 
-    pipeline False waits for every step before it schedules the next. before_first_output is called once, and may raise
-    (the weights' check). clock: seconds; what the scheduler goes by. mover: of the KV cache's lower tier, if there is one.
-    recorder: hears of every request that began. taps: keep values of those that ask for it. idle_work: a piece
-    of what is better done while nothing is at work; False: that was the last.
+    pipeline: False waits for every step before it schedules the next.
+    before_first_output: called once, and may raise (the check of the weights).
+    clock: the scheduler's clock, in seconds.
+    mover: that of the KV cache's offload tier, if there is one.
+    recorder: records every request that begins.
+    taps: keep the values of requests that ask for it.
+    idle_work: does a piece of work that is better done while no request is there; returns False after the last piece.
     """
 
     def __init__(
@@ -137,10 +145,10 @@ class Engine:
         self.model = model
         self.scheduler = Scheduler(config, clock, mover)
         self._mover = mover
-        self._is_whole = True  # all steps so far have done what they should
+        self._is_whole = True  # whether all steps so far have ended as they should
         self._clock = clock
         self._landed_at = 0.0
-        self._submitted_at: deque[float] = deque()  # of the steps in flight
+        self._submitted_at: deque[float] = deque()  # when the steps in flight were submitted
         self._depth = 1 if pipeline else 0
         self._in_flight: deque[StepPlan] = deque()
         self._num_landed = 0
@@ -153,11 +161,13 @@ class Engine:
     # -------------------------------------------------------------------------------------------- requests
 
     def add_request(self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams, name: str = "") -> None:
-        """Queue a request: `params.n` sequences of one prompt. name: what whoever asks calls it.
+        """Queue a request: `params.n` sequences of one prompt.
 
-        Raises RequestError for a prompt or a parameter that this model cannot take, ObjectiveError if it can not be
-        served in the time that it asks for. After what else is raised, but for HalfAdded, `abort` leaves
-        nothing of it here.
+        name: the caller's own name for the request.
+
+        Raises RequestError for a prompt or a parameter that this model cannot take, and ObjectiveError if the request
+        cannot be served in the time that it asks for. After any other error except HalfAdded, `abort` removes all that
+        is left of it.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; give every request its own")
@@ -167,7 +177,7 @@ class Engine:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids)
         self._check_ids("banned_token_ids", params.banned_token_ids)
-        # The last token's K and V are never read, hence the one more than the cache holds.
+        # The last token's K and V are never read, so a sequence may have one token more than the cache holds.
         longest = min(self.model.max_model_len, self.scheduler.cache.max_tokens + 1)
         wanted = self.model.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         if params.max_tokens is not None and longest < min(wanted, self.model.max_model_len):
@@ -218,25 +228,27 @@ class Engine:
             self.taps.begin(name, seqs)
 
     def abort(self, request_id: str, index: int | None = None, cause: str = "abort") -> None:
-        """End a request, or one sequence of it; no output follows. Unknown ids (it just ended) are ignored.
+        """End a request, or one sequence of it; no output follows.
 
-        cause: what a recording says of it.
+        Unknown ids are ignored, because the request may have just ended.
+        cause: the cause that a recording states.
         """
         for seq in self._requests.get(request_id, [])[:]:
             if index is None or seq.index == index:
                 self.scheduler.abort(seq)
-                if index is not None and seq.params.stop:  # by a stop string, which is an end like others
+                if index is not None and seq.params.stop:  # ended by a stop string, like other ends
                     self.scheduler.forecast.lengths.learn(seq)
                     cause = "stop_string"
                 self._forget(seq, "abort", cause)
         self._scorer.abort(request_id)
 
     def score(self, request_id: str, token_ids: Ids[int], num_top: int = 0, cache_salt: str = "") -> None:
-        """Queue the scoring of a text; `take_scores` has it when it is done, with the num_top most likely tokens of each place.
+        """Queue the scoring of a text; `take_scores` returns it when it is done.
 
-        Sequences of the same salt find its blocks then.
+        num_top: how many of the most likely tokens to return for each position.
+        cache_salt: sequences with the same salt can find its blocks afterwards.
 
-        Raises RequestError as `add_request`.
+        Raises RequestError like `add_request`.
         """
         ids = list(token_ids)
         self._check_prompt(ids, 0)
@@ -248,9 +260,9 @@ class Engine:
         self._scorer.add(request_id, ids, num_top, root, cache_salt)
 
     def embed(self, request_id: str, token_ids: Ids[int]) -> None:
-        """Queue a text whose vector is wanted; `take_embedded` has it when it is done.
+        """Queue a text to embed; `take_embedded` returns its vector when it is done.
 
-        Raises RequestError as `add_request`, and for a model that makes none.
+        Raises RequestError like `add_request`, and for a model that makes no vectors.
         """
         if self.model.pooling is None:
             raise RequestError("this model makes no vectors of texts: it was not made for it")
@@ -260,7 +272,7 @@ class Engine:
 
     @property
     def request_ids(self) -> list[str]:
-        """Of the requests that have not ended."""
+        """The ids of the requests that have not ended."""
         return list(self._requests)
 
     @property
@@ -269,19 +281,22 @@ class Engine:
         return self._requests.values()
 
     def take_scores(self) -> list[tuple[str, Score]]:
-        """The scores that are done since the last call, with their request ids."""
+        """Return the scores that were finished since the last call, with their request ids."""
         return self._scorer.take()
 
     def take_score_rows(self) -> list[tuple[str, list[Logprobs]]]:
-        """What has come meanwhile of texts that take longer, where `num_top` asked for rows: their Scores will lack it."""
+        """Return the rows so far of texts that are still being scored, if `num_top` asked for rows.
+
+        The Scores of these texts will lack the rows that were returned.
+        """
         return self._scorer.take_rows()
 
     def take_embedded(self) -> list[tuple[str, F32]]:
-        """The vectors that were made since the last call, with their request ids."""
+        """Return the vectors that were made since the last call, with their request ids."""
         return self._scorer.take_embedded()
 
     def take_refused(self) -> list[tuple[str, str]]:
-        """Requests that the scheduler has ended since the last call, none of whose tokens were out, and why."""
+        """Return the requests refused by the scheduler since the last call, and why; none of their tokens were out."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -290,9 +305,10 @@ class Engine:
         return self.scheduler.events is not None
 
     def take_kv_events(self) -> KvBatch | None:
-        """What the prefix cache came to hold and lost since the last call; None: nothing, or it is not collected.
+        """Return what the prefix cache stored and removed since the last call, or None.
 
-        They are kept until they are taken, so whoever turned them on has to.
+        None means that nothing changed, or that the events are not collected. Events are kept until they are taken, so
+        a caller that turned them on has to take them.
         """
         events = self.scheduler.events.take() if self.scheduler.events is not None else None
         return batch_now(events) if events else None
@@ -328,7 +344,7 @@ class Engine:
         if params.allowed_token_ids:
             left = frozenset(params.allowed_token_ids) - banned
             num_left, num_going_on = len(left), len(left - ends)
-        else:  # all of the vocabulary: all ids have been found to be in it
+        else:  # all of the vocabulary; all ids were checked to be in it
             num_left = self.model.vocab_size - len(banned)
             num_going_on = num_left - sum(end < self.model.vocab_size for end in ends - banned)
         if not num_left:
@@ -336,8 +352,8 @@ class Engine:
             raise RequestError(f"{what} in banned_token_ids: nothing is left to choose; ban fewer")
         if params.min_tokens and not num_going_on:
             raise RequestError(
-                "allowed_token_ids and banned_token_ids leave end tokens only, and min_tokens forbids these at first: nothing"
-                " is left to choose; allow more, or set min_tokens to 0"
+                "allowed_token_ids and banned_token_ids leave end tokens only, and min_tokens forbids these at first:"
+                " nothing is left to choose; allow more, or set min_tokens to 0"
             )
 
     def _forget(self, seq: Sequence, reason: str, recorded: str | None = None) -> None:
@@ -355,25 +371,25 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step is of any use: also to store what nobody has any more in the lower tier."""
+        """Whether a step has anything to do, which may be to store unreferenced blocks in the offload tier."""
         scheduler = self.scheduler
         return bool(self._in_flight or self._scorer.has_work or scheduler.has_work or scheduler.offload.is_busy)
 
     @property
     def idle_seconds(self) -> float | None:
-        """How long a step would find nothing to do, unless a request comes; None: it finds something."""
+        """The time for which a step would find nothing to do unless a request comes; None if it has something to do."""
         if self._in_flight or self._scorer.has_work or self.scheduler.wake_at is None:
             return None
         return max(0.0, self.scheduler.wake_at - self._clock())
 
     def use_idle_time(self) -> bool:
-        """Do a piece of what is better done while nothing is at work, in milliseconds; False: nothing is left."""
+        """Do a piece of work that is better done while idle, in milliseconds; return False if nothing is left."""
         if self._idle_work is not None and not self._idle_work():
             self._idle_work = None
         return self._idle_work is not None
 
     def step(self) -> Outputs:
-        """Schedule and submit one step, and land the one before it; returns what that one brought.
+        """Schedule and submit one step, land the one before it, and return the outputs of that one.
 
         Raises InfercError if the runner failed; the engine cannot go on then.
         """
@@ -389,7 +405,7 @@ class Engine:
         return [*outputs, *landed] if outputs else landed
 
     def _score(self) -> list[Output]:
-        """Compute a chunk of a text that is scored, between two steps; returns what the steps in flight brought."""
+        """Compute a chunk of a scored text between two steps, and return the outputs of the steps in flight."""
         outputs: list[Output] = []
         while self._in_flight:
             outputs += self._land()
@@ -400,7 +416,8 @@ class Engine:
     def _schedule(self) -> StepPlan | None:
         started = time.perf_counter()
         plan = self.scheduler.schedule()
-        if self.scheduler.refused:  # before the step lands that others of these requests may be in
+        # Before the step lands that other sequences of these requests may be in.
+        if self.scheduler.refused:
             self._end_refused()
         self._stats.schedule_seconds += time.perf_counter() - started
         return plan
@@ -457,14 +474,14 @@ class Engine:
         return outputs
 
     def _observe(self, plan: StepPlan) -> float:
-        """Learn what steps cost, and return what this one did, in seconds.
+        """Learn what steps cost, and return how long this one took, in seconds.
 
         It began when it was submitted, or when the one before it was done.
         """
         now, begun = self._clock(), max(self._submitted_at.popleft(), self._landed_at)
         self._landed_at = now
         self._stats.busy_seconds += now - begun
-        # Copies of blocks make steps longer, and no price is for them.
+        # Loading blocks makes steps longer, and no price covers it.
         if self.scheduler.foresees and not any(each.loads for each in (plan, *self._in_flight)):
             num_new = np.diff(plan.query_start_loc).astype(np.int64)
             self.scheduler.forecast.observe(StepWork.of(plan.seq_lens.astype(np.int64), num_new), now - begun)
@@ -478,7 +495,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ others
 
     def stats(self) -> EngineStats:
-        """The counters and gauges of now."""
+        """Return the present counters and gauges."""
         scheduler = self.scheduler
         self._stats.num_waiting, self._stats.num_running = len(scheduler.waiting), scheduler.num_running
         self._stats.kv_usage, self._stats.num_preemptions = scheduler.cache.usage, scheduler.num_preemptions
@@ -499,9 +516,9 @@ class Engine:
         return replace(self._stats, finished=self._stats.finished.copy(), step_tokens=self._stats.step_tokens.copy())
 
     def close(self) -> None:
-        """Store what the next run may want, for some seconds at most, and give everything back.
+        """Store blocks that the next run may want, for some seconds at most, and release everything.
 
-        What is recorded or kept of requests that have not ended is as if they were aborted.
+        Recordings and taps treat requests that have not ended as aborted.
         """
         try:
             if self._recorder is not None or self.taps is not None:
@@ -515,20 +532,20 @@ class Engine:
             if self._mover is not None and self._is_whole:
                 self._store_all()
             try:
-                if self._mover is not None:  # it may be reading what the runner has
+                if self._mover is not None:  # the mover may be reading the runner's memory
                     self._mover.close()
             finally:
                 self.runner.close()
 
     def _store_all(self) -> None:
-        """End all requests, and copy what they and those before have computed to the lower tier."""
+        """End all requests, and copy the blocks of all sequences to the offload tier."""
         offload, end = self.scheduler.offload, time.monotonic() + STORE_SECONDS
         for request_id in self.request_ids:
             self.abort(request_id)
         try:
             while self._in_flight:
                 self._land()
-        except InfercError:  # what the step should have computed is not there
+        except InfercError:  # the failed step has not computed its blocks
             return
         while self.scheduler.schedule() is None and offload.is_busy and time.monotonic() < end:
             time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""`inferc.LLM`: an artifact as a Python object that generates text. The engine runs in a thread of this process."""
+"""`inferc.LLM`: an artifact as a Python object that generates text, with the engine in a thread of this process."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Messages: TypeAlias = Sequence[dict[str, Any]]
 
 @dataclass
 class CompletionOutput:
-    """One sequence of a request, as far as it has come. `stop` is the stop string or end token that ended it.
+    """The state of one sequence of a request; `stop` is the stop string or end token that ended it.
 
-    num_forgotten_tokens: of prompt and answer, those that its last token did not see (`kv_evict`): above 0 the answer is not
-    the model's own.
+    num_forgotten_tokens: tokens of the prompt and the answer that the last token did not see (`kv_evict`): above 0, the
+    answer is not the model's own.
     """
 
     index: int
@@ -45,9 +45,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The answer to one prompt: `params.n` outputs. `prompt` is None if it was given as token ids.
+    """The answer to one prompt: `params.n` outputs.
 
-    num_cached_tokens of the prompt were found in the prefix cache.
+    prompt: None if the prompt was given as token ids.
+    num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
     """
 
     prompt: str | None
@@ -62,11 +63,11 @@ class RequestOutput:
 
 @final
 class LLM:
-    """A loaded artifact.
+    """A loaded artifact that generates text.
 
     `options` are the fields of EngineConfig (max_num_seqs, kv_memory_bytes, num_threads, …), `target`, and
-    `special_tokens_in_text`: "allow", "refuse" or "escape" control tokens in prompts and messages. Use it as a
-    context manager, or call `close`. Raises ConfigError or ArtifactError.
+    `special_tokens_in_text`: "allow", "refuse" or "escape" control tokens in prompts and messages. Use it as a context
+    manager, or call `close`. Raises ConfigError or ArtifactError.
     """
 
     def __init__(self, path: str | Path, **options: Any) -> None:
@@ -79,18 +80,18 @@ class LLM:
 
     @property
     def text(self) -> Text:
-        """The tokenizer. Raises RequestError if the artifact has none."""
+        """The tokenizer; raises RequestError if the artifact has none."""
         if self._text is None:
             raise RequestError("this artifact has no tokenizer: give prompts as token ids, and read token_ids")
         return self._text
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The sampling parameters that the model's makers set, where they set any."""
+        """The sampling parameters that the model's makers set, if they set any."""
         return dict(self._defaults)
 
     def sampling_params(self, **values: Any) -> SamplingParams:
-        """SamplingParams with the model's own defaults where nothing is said."""
+        """Return SamplingParams with the model's own defaults for all parameters that are not given."""
         return from_request(values, self._defaults)
 
     def generate(
@@ -100,10 +101,11 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or lists of token ids), all at once; answers in their order.
+        """Complete prompts (texts or lists of token ids) together, and return the answers in their order.
 
         params: one for all, or one for each; None takes the model's defaults.
-        Raises RequestError for a prompt or a parameter that cannot be served; the other prompts are then given up.
+
+        Raises RequestError for a prompt or a parameter that cannot be served; the other prompts are then aborted.
         """
         many = cast(
             "list[Prompt]",
@@ -122,9 +124,9 @@ class LLM:
         progress: bool = False,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, by the model's chat template. A message has `role` and `content`.
+        """Answer one conversation or several with the model's chat template; a message has `role` and `content`.
 
-        params: None takes the model's defaults, by which an answer may be as long as fits unless they limit it.
+        params: None takes the model's defaults, with which an answer may be as long as fits unless they limit it.
         """
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
         params = params or from_chat({}, self._defaults)
@@ -132,15 +134,15 @@ class LLM:
         return self._run([_Request.begin(self, prompt, params) for prompt in prompts], progress)
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
-        """Complete one prompt; yields the answer as far as it has come, whenever there is more. Leaving the loop aborts."""
-        import asyncio  # as slow to import as numpy, and few need it
+        """Complete one prompt, and yield the answer so far whenever there is more; leaving the loop aborts it."""
+        import asyncio  # imported here, because it is slow to import and few need it
 
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
         request = _Request.begin(self, prompt, params or self.sampling_params())
 
         def sink(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            with suppress(RuntimeError):  # the loop is closed: there is no listener any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         request_id = self._add(request, sink)
@@ -152,7 +154,7 @@ class LLM:
             self._client.abort(request_id)
 
     def stream_sync(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """`stream` for code without asyncio."""
+        """Yield the answer to one prompt like `stream`, for code without asyncio."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         request = _Request.begin(self, prompt, params or self.sampling_params())
         request_id = self._add(request, events.put)
@@ -166,9 +168,10 @@ class LLM:
     def submit(
         self, prompt: Prompt, params: SamplingParams, done: Callable[[RequestOutput | InfercError], None]
     ) -> str:
-        """Start to complete one prompt. `done` gets the whole answer, or the error, on a thread of the engine's.
+        """Start to complete one prompt, and return an id.
 
-        Returns an id. Raises RequestError for what is no prompt, InfercError if the engine has stopped.
+        `done` gets the whole answer, or the error, on a thread of the engine's. Raises RequestError if `prompt` is no
+        prompt, InfercError if the engine has stopped.
         """
         request = _Request.begin(self, prompt, params)
 
@@ -184,7 +187,10 @@ class LLM:
         return self._add(request, sink)
 
     def score(self, prompt: Prompt, num_top: int = 0) -> Score:
-        """Log probability of each token of a text after its first, given those before it; num_top of the likeliest too."""
+        """Return the log probability of each token of a text after its first, given the tokens before it.
+
+        num_top: how many of the most likely tokens to return for each position.
+        """
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._client.score(self._encode(prompt), events.put, num_top)
         event = events.get()
@@ -193,7 +199,10 @@ class LLM:
         raise _error(event)
 
     def embed(self, prompt: Prompt) -> list[float]:
-        """The vector of a text, pooled as the model's makers say. Raises RequestError for a model that makes none."""
+        """Return the vector of a text, pooled as the model's makers say.
+
+        Raises RequestError for a model that makes none.
+        """
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._client.embed(self._encode(prompt), events.put)
         event = events.get()
@@ -202,14 +211,14 @@ class LLM:
         raise _error(event)
 
     def tapped(self) -> list[TappedSequence]:
-        """What was kept of requests with `SamplingParams(tap=True)` that have ended since the last call.
+        """Return the kept values of requests with `SamplingParams(tap=True)` that have ended since the last call.
 
-        The engine must have been told which values: `LLM(path, tap=["layers.*.attention.out"])`.
+        The engine must have been told which values to keep: `LLM(path, tap=["layers.*.attention.out"])`.
         """
         return self._client.tapped()
 
     def stats(self) -> EngineStats:
-        """The engine's counters of now."""
+        """Return the engine's present counters."""
         return self._client.stats()
 
     def close(self) -> None:
@@ -235,7 +244,7 @@ class LLM:
         return self._client.add(request.answer.prompt_token_ids, request.params, sink)
 
     def _run(self, requests: list[_Request], progress: bool) -> list[RequestOutput]:
-        """Run all requests to their end; an error gives up the others."""
+        """Run all requests to their end; after an error the others are aborted."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         by_id: dict[str, _Request] = {}
         try:
@@ -257,11 +266,11 @@ class LLM:
         return [request.answer for request in requests]
 
     def _take(self, request_id: str, request: _Request, event: Event) -> bool:
-        """Add an event to its request's answer; whether there is something new to see."""
+        """Add an event to its request's answer, and return whether there is anything new."""
         if not isinstance(event, Output):
             raise _error(event)
         output = request.answer.outputs[event.index]
-        if output.finish_reason is not None:  # a stop string ended it while this was on its way
+        if output.finish_reason is not None:  # a stop string ended the sequence before this event came
             return False
         if event.index == 0 and event.num_cached is not None:
             request.answer.num_cached_tokens = event.num_cached
@@ -289,7 +298,10 @@ class _Request:
 
     @staticmethod
     def begin(llm: LLM, prompt: Prompt, params: SamplingParams) -> _Request:
-        """Raises RequestError for a prompt that is neither text nor token ids, or text without a tokenizer."""
+        """Make a request of a prompt.
+
+        Raises RequestError for a prompt that is neither text nor token ids, or text without a tokenizer.
+        """
         if not _is_prompt(prompt):
             raise RequestError(f"a prompt is a text or a list of token ids, found {prompt!r:.80}")
         text = llm._text
@@ -302,7 +314,7 @@ class _Request:
 
 @final
 class _Progress:
-    """A progress bar over requests, if wanted."""
+    """A progress bar over requests, if it is wanted."""
 
     def __init__(self, total: int, is_wanted: bool) -> None:
         self._bar = None
@@ -328,7 +340,7 @@ class _Progress:
 
 
 def _is_prompt(value: object) -> bool:
-    """A text, or token ids: not a list of either."""
+    """Return whether the value is a text or a list of token ids, and not a list of either."""
     if isinstance(value, str):
         return True
     return isinstance(value, Sequence) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)

@@ -1,4 +1,4 @@
-"""From an artifact on disk to an engine."""
+"""The construction of an engine from an artifact on disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Asked:
-    """Something that a config may ask for and not every runner does: why it cannot is told of one that lacks `needed`."""
+    """An option that a config may ask for and that only runners with the capability `needed` support.
+
+    why_not: the reason that the error message gives for other runners.
+    """
 
     option: str
     value: Callable[[EngineConfig], object]
@@ -67,10 +70,13 @@ def load_engine(
     pipeline: bool = True,
     **options: Any,
 ) -> Engine:
-    """An engine for the artifact at `path`; `options` are the fields of EngineConfig.
+    """Return an engine for the artifact at `path`; `options` are the fields of EngineConfig.
 
-    Without `target` it runs on the artifact's first; manifest_sha256: as load_artifact takes it. The weights are checked in the background, and the check is over
-    before the first token leaves. Raises ConfigError or ArtifactError.
+    target: None takes the artifact's first target.
+    manifest_sha256: as in load_artifact.
+
+    The weights are checked in the background, and the check ends before the first token leaves. Raises ConfigError or
+    ArtifactError.
     """
     if isinstance(path, Artifact):
         artifact = path
@@ -90,7 +96,7 @@ def load_engine(
     nodes = choose_nodes(artifact.program, config.tap) if config.tap else ()
     opened = factory.open(RunnerRequest(artifact, target, config, groups, check.wait))
     runner, resolved, disk = opened.runner, opened.config, opened.disk
-    with ExitStack() as made:  # closed again if what comes after it cannot be made
+    with ExitStack() as made:  # closes what was made if something after it fails
         made.callback(runner.close)
         if disk is not None:
             made.callback(disk.close)
@@ -130,14 +136,16 @@ def load_engine(
         opened.share_free_slots(engine.scheduler.batch.free_slots)
     if engine.scheduler.cache.max_tokens < artifact.max_model_len:
         log.info(
-            "the KV cache holds %d tokens and the model takes %d: longer requests are refused or cut; raise --kv-memory",
-            *(engine.scheduler.cache.max_tokens, artifact.max_model_len),
+            "the KV cache holds %d tokens and the model takes %d: longer requests are refused or cut;"
+            " raise --kv-memory",
+            engine.scheduler.cache.max_tokens,
+            artifact.max_model_len,
         )
     return engine
 
 
 def _check_asked(artifact: Artifact, target: str, config: EngineConfig, can: frozenset[Capability]) -> None:
-    """Raise UnsupportedError for what is asked for and the target's runner, alone or in ranks, does not do."""
+    """Raise UnsupportedError for an option that the target's runner, alone or in ranks, does not support."""
     spec = find_spec(target)
     for asked in _ASKED:
         if (value := asked.value(config)) and asked.needed not in can:
@@ -147,29 +155,29 @@ def _check_asked(artifact: Artifact, target: str, config: EngineConfig, can: fro
         raise _refusal(artifact, target, "--deterministic", "what it computes of a row may depend on what else runs")
     if spec.deterministic == "on_request" and config.record is not None and not config.deterministic:
         raise ConfigError(
-            f"--record on {spec.runs_on} needs --deterministic: without it the bits depend on what else ran, and no replay"
-            " can give the same"
+            f"--record on {spec.runs_on} needs --deterministic: without it the bits depend on what else ran,"
+            " and no replay can give the same"
         )
 
 
 def _refusal(artifact: Artifact, target: str, found: str, why_not: str) -> UnsupportedError:
-    """Of an option: what was found, what does not do it and why, what to do."""
+    """Build the error for an option: what was found, what does not support it and why, and what to do."""
     num_ranks = len(artifact.ranks)
     if num_ranks > 1:
         return UnsupportedError(
-            f"{found}: {artifact.path} runs in {num_ranks} ranks, which do not do this; leave it out, or compile the model"
-            f" for --target {DEFAULT_TARGET} without --tp, --pp and --ep"
+            f"{found}: {artifact.path} runs in {num_ranks} ranks, which do not do this; leave it out,"
+            f" or compile the model for --target {DEFAULT_TARGET} without --tp, --pp and --ep"
         )
     return UnsupportedError(
-        f"{found}: {artifact.path} is for target {target}, which runs on {find_spec(target).runs_on}: {why_not}; leave it"
-        f" out, or compile the model for --target {DEFAULT_TARGET}"
+        f"{found}: {artifact.path} is for target {target}, which runs on {find_spec(target).runs_on}: {why_not};"
+        f" leave it out, or compile the model for --target {DEFAULT_TARGET}"
     )
 
 
 def _groups(
     artifact: Artifact, target: str, config: EngineConfig, can: frozenset[Capability], chunked_prefill: bool
 ) -> tuple[CacheGroup, ...]:
-    """The KV groups of the artifact, with what the config makes sequences forget."""
+    """Return the KV groups of the artifact, with the eviction that the config asks for."""
     groups = cache_groups(artifact.whole_kv_groups)
     if config.kv_evict is None:
         return groups
@@ -182,14 +190,14 @@ def _groups(
 
 
 def identity(artifact: Artifact, target: str, computed_by: str, config: EngineConfig) -> Identity:
-    """What decides the bits of answers besides requests."""
+    """Return all that decides the bits of answers besides the requests."""
     return Identity(str(artifact.manifest["sha256"]), target, computed_by, config.deterministic, config.kv_evict)
 
 
 def _make_taps(nodes: tuple[Node, ...], runner: Runner, config: EngineConfig) -> TapCollector | None:
     if not nodes:
         return None
-    runner.set_taps(nodes)  # type: ignore[attr-defined]  # of those that can
+    runner.set_taps(nodes)  # type: ignore[attr-defined]  # only runners with the capability "taps" come here
     return TapCollector(nodes, None if config.tap_out is None else Path(config.tap_out))
 
 
@@ -201,17 +209,17 @@ def _make_recorder(artifact: Artifact, target: str, opened: OpenedRunner, config
         artifact=str(artifact.path.resolve()),
         producer=f"inferc {__version__}",
         started=time.time(),
-        # Who replays it trusts whom they trust.
+        # Whoever replays the recording supplies the keys that they trust.
         engine=dataclasses.asdict(dataclasses.replace(config, trusted_keys=None)),
     )
     return Recorder(Path(config.record), header)
 
 
 def model_limits(artifact: Artifact, kv_evict: str | None = None) -> ModelLimits:
-    """What the engine must know of the model. kv_evict: as in EngineConfig."""
+    """Return the properties of the model that the engine must know; `kv_evict` is as in EngineConfig."""
     vocab_size = int(artifact.model["vocab_size"])
     eos = tuple(int(token) for token in artifact.model["eos_token_ids"])
-    # One that the model cannot sample ends nothing.
+    # An end token outside of the vocabulary is never sampled.
     ends = tuple(token for token in eos if 0 <= token < vocab_size)
     return ModelLimits(
         vocab_size, artifact.max_model_len, ends, pooling_of(artifact), artifact.cache_identity(kv_evict)
@@ -219,7 +227,7 @@ def model_limits(artifact: Artifact, kv_evict: str | None = None) -> ModelLimits
 
 
 def pooling_of(artifact: Artifact) -> Pooling | None:
-    """How vectors of texts are made of an artifact's rows, where its model was made for that and its runner reads them."""
+    """Return how the artifact embeds texts, or None if its model or its runner does not."""
     found = artifact.model.get("pooling")
     factory: RunnerFactory = find_spec(str(artifact.manifest["targets"][0])).find_runner()
     if found is None or "vectors" not in factory.capabilities(artifact):
@@ -228,6 +236,6 @@ def pooling_of(artifact: Artifact) -> Pooling | None:
 
 
 def model_defaults(artifact: Artifact) -> Mapping[str, Any]:
-    """The sampling parameters the model's makers want where a request says nothing."""
+    """Return the sampling parameters that the model's makers want if a request does not set them."""
     found = generation_defaults(artifact.model.get("generation") or {})
     return found if artifact.tokenizer.has_tokenizer else without_text(found)

@@ -1,8 +1,8 @@
-"""An engine at work on its own thread, and the client's side of it.
+"""The engine loop on a thread of its own, and the client's side of it.
 
-`run_engine` is the loop: commands in, events out. `EngineClient` is what a caller holds, whether the engine runs in a
-thread (`EngineThread`) or in a process (process.py): a request has a sink, which is called with each of its
-events, on a thread of the client's.
+`run_engine` is the loop: commands in, events out. `EngineClient` is the caller's handle, whether the engine runs in a
+thread (`EngineThread`) or in a process (process.py): a request has a sink, which is called with each of its events, on
+a thread of the client's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BROKEN = (
     "the model's logits for this request hold no finite largest value: its weights are broken, its numbers overflow"
     " on this input, or penalties and biases leave nothing to choose; try another input, penalty or dtype"
 )
-# What clients are told: why it has our names in it.
+# Clients are told this; the actual reason contains our internal names.
 NOT_BEGUN = "the engine cannot begin this request, by a mistake of its own; its log says which"
 
 
@@ -40,7 +40,7 @@ class Add:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    name: str = ""  # what the client calls it
+    name: str = ""  # the client's own name for the request
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Abort:
 class ScoreText:
     request_id: str
     token_ids: list[int]
-    num_top: int = 0  # most likely tokens to tell of each place
+    num_top: int = 0  # how many of the most likely tokens to return for each position
     cache_salt: str = ""
 
 
@@ -70,12 +70,15 @@ class GetStats:
 
 @dataclass(frozen=True)
 class Shutdown:
-    drain: bool  # finish what is open first
+    drain: bool  # whether to finish the open requests first
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A request cannot be served (its own fault if `is_request_error`); without an id: the engine has stopped."""
+    """The event that a request cannot be served, or, if it has no request id, that the engine has stopped.
+
+    is_request_error: whether the request itself is at fault.
+    """
 
     request_id: str | None
     reason: str
@@ -84,14 +87,14 @@ class Failed:
 
     @property
     def error(self) -> InfercError:
-        """What to raise for it."""
+        """The exception to raise for this event."""
         kind = RequestError if self.is_request_error else getattr(errors, self.kind, InfercError)
         return kind(self.reason)
 
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rows of a text's Score, in their order, before the Scored that lacks them."""
+    """An event with some rows of a text's Score, in order, sent before the Scored event that lacks them."""
 
     request_id: str
     rows: list[Logprobs]
@@ -117,17 +120,17 @@ class Stats:
 
 Command: TypeAlias = Add | Abort | ScoreText | EmbedText | GetStats | Shutdown
 Event: TypeAlias = Output | Failed | ScoredRows | Scored | Embedded | Stats
-# What a step brought may come as the engine has it, as a StepOutputs; what it did to the cache is nobody's in particular.
+# The outputs of a step may come as a StepOutputs; a KvBatch, the step's changes to the cache, belongs to no request.
 Events: TypeAlias = Iterable[Event] | KvBatch
 Sink: TypeAlias = Callable[[Event], None]
 Emit: TypeAlias = Callable[[Events], None]
 
 
 def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) -> None:
-    """Step while there is work, take commands between steps, until `Shutdown` or a failure of the engine."""
+    """Step while there is work, and take commands between steps, until `Shutdown` or a failure of the engine."""
     stopping, collects = False, engine.collects_kv_events
     try:
-        _tell(engine, emit)  # that it is new
+        _tell(engine, emit)  # report that the cache is new
         while True:
             idle = not engine.has_work
             if idle and stopping:
@@ -160,7 +163,7 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) ->
                 emit(events)
             if collects:
                 _tell(engine, emit)
-    except InfercError as error:  # a damaged weight file, for example: the line says it all
+    except InfercError as error:  # a damaged weight file, for example: the message says it all
         emit([Failed(None, f"the engine has stopped: {error}", kind=type(error).__name__)])
     except Exception as error:
         log.exception("the engine has stopped")
@@ -175,7 +178,7 @@ def _tell(engine: Engine, emit: Emit) -> None:
 
 
 def _end_broken(engine: Engine, outputs: Outputs) -> list[Failed]:
-    """A sequence whose numbers broke ends its whole request, and brings nothing."""
+    """End the requests of sequences whose logits are not finite, and drop the outputs of these sequences."""
     failed = []
     if isinstance(outputs, StepOutputs):
         broken = [
@@ -225,11 +228,11 @@ class _Open:
 
 
 class EngineClient:
-    """The caller's side: open requests and their sinks. Thread-safe. Subclasses carry commands and events.
+    """The caller's side of an engine: the open requests and their sinks.
 
-    Every request gets its outputs until its last sequence has ended, or one `Failed`; after `abort` of all of it,
-    nothing more. Ids are given out here and never again, so what is still on its way for a request that was aborted
-    cannot reach another one.
+    It is thread-safe; subclasses transport commands and events. Every request gets its outputs until its last sequence
+    has ended, or one `Failed`; after the whole request was aborted, nothing more. Ids are assigned here and never
+    reused, so an event still in transit for an aborted request cannot reach another one.
     """
 
     def __init__(
@@ -237,8 +240,11 @@ class EngineClient:
         on_stop: Callable[[str], None] | None = None,
         on_kv_events: Callable[[KvBatch], None] | None = None,
     ) -> None:
-        """on_stop is called once, with the reason, when the engine has stopped for whatever reason. on_kv_events is called
-        with what each step did to the prefix cache, where the engine collects it."""
+        """Create a client without open requests.
+
+        on_stop: called once, with the reason, when the engine has stopped for whatever reason.
+        on_kv_events: called with the changes of each step to the prefix cache, if the engine collects them.
+        """
         self._on_stop = on_stop
         self._on_kv_events = on_kv_events
         self._open: dict[str, _Open] = {}
@@ -249,7 +255,7 @@ class EngineClient:
 
     @property
     def stopped(self) -> str | None:
-        """Why the engine is not running any more, or None."""
+        """The reason why the engine is not running any more, or None."""
         return self._stopped
 
     @property
@@ -257,7 +263,9 @@ class EngineClient:
         return len(self._open)
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink, name: str = "") -> str:
-        """Start a request and return its id. Its events come to `sink`, from now on. name: the caller's own for it.
+        """Start a request and return its id; its events come to `sink` from now on.
+
+        name: the caller's own name for the request.
 
         Raises InfercError if the engine has stopped or is draining.
         """
@@ -272,7 +280,7 @@ class EngineClient:
             self._send(Abort(request_id, index))
 
     def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "") -> str:
-        """Start scoring a text and return the request's id; `sink` gets one `Scored`, that is whole, or `Failed`."""
+        """Start scoring a text and return the request's id; `sink` gets one complete `Scored`, or `Failed`."""
         rows: list[Logprobs] = []
 
         def joined(event: Event) -> None:
@@ -294,13 +302,13 @@ class EngineClient:
         return request_id
 
     def ask_stats(self, sink: Sink) -> str:
-        """Ask for the engine's counters, which it tells between two steps; `sink` gets one `Stats` or `Failed`."""
+        """Ask for the engine's counters, which it returns between two steps; `sink` gets one `Stats` or `Failed`."""
         request_id = self._begin(sink, 1, even_draining=True)
         self._send(GetStats(request_id))
         return request_id
 
     def stats(self, timeout: float = 10.0) -> EngineStats:
-        """The engine's counters of now. Raises InfercError if it does not answer."""
+        """Return the engine's present counters; raise InfercError if it does not answer."""
         answer: queue.SimpleQueue[Event] = queue.SimpleQueue()
         request_id = self.ask_stats(answer.put)
         try:
@@ -313,7 +321,7 @@ class EngineClient:
         raise InfercError(event.reason if isinstance(event, Failed) else f"unexpected answer {event}")
 
     def drain(self) -> None:
-        """Take no more requests, finish the open ones, then stop. Returns at once; `join` waits."""
+        """Refuse new requests, finish the open ones, then stop; return at once (`join` waits)."""
         if not self._is_draining and self._stopped is None:
             self._is_draining = True
             self._send(Shutdown(drain=True))
@@ -342,7 +350,7 @@ class EngineClient:
         return request_id
 
     def _end(self, request_id: str, index: int | None) -> None:
-        """A sequence of a request has ended, or all of them (None)."""
+        """Record that a sequence of a request has ended, or all of them if `index` is None."""
         with self._lock:
             entry = self._open.get(request_id)
             if entry is not None:
@@ -361,7 +369,7 @@ class EngineClient:
                 continue
             entry = self._open.get(event.request_id)
             if entry is None or (isinstance(event, Output) and event.index not in entry.left):
-                continue  # aborted, while the event was on its way
+                continue  # the request was aborted while the event was in transit
             if isinstance(event, Output):
                 if event.finish_reason is not None:
                     self._end(event.request_id, event.index)
@@ -370,7 +378,7 @@ class EngineClient:
             entry.sink(event)
 
     def _fail_all(self, reason: str, kind: str = "InfercError") -> None:
-        """The engine is gone: say so to every open request, and to all that come."""
+        """Fail every open request, and all that will come, because the engine has stopped."""
         with self._lock:
             is_first = self._stopped is None
             self._stopped = self._stopped or reason
@@ -382,9 +390,9 @@ class EngineClient:
 
 
 class EngineThread(EngineClient):
-    """An engine in a thread of this process. `make` builds it, before this returns.
+    """An engine in a thread of this process, which `make` builds before the constructor returns.
 
-    Sinks are called on another thread: while a step runs, they cost the engine nothing.
+    Sinks are called on another thread, so that they cost the engine no time while a step runs.
     """
 
     def __init__(
@@ -407,8 +415,8 @@ class EngineThread(EngineClient):
         self._reader.join(timeout)
 
     def tapped(self) -> list[TappedSequence]:
-        """The values of tapped requests that have ended, once each."""
-        self.stats()  # behind it, the engine knows of every abort that was sent
+        """Return the values of tapped requests that have ended, each once."""
+        self.stats()  # once it answers, the engine has seen every abort that was sent
         found: list[TappedSequence] = []
         while self._engine.taps is not None and not self._engine.taps.ended.empty():
             found += self._engine.taps.ended.get() or ()

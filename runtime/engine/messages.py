@@ -1,7 +1,7 @@
-"""Commands to an engine in a process of its own, and what it tells of, as messages between the processes.
+"""The commands to an engine in a process of its own, and its events, as messages between the processes.
 
-A message is MessagePack: (kind, value), where values are dataclasses as maps of their fields. Rows of log probabilities come in
-parts, each a message of its own, so that the reader lets others have the interpreter between them.
+A message is MessagePack: (kind, value), where values are dataclasses as maps of their fields. Rows of log probabilities
+come in parts, each a message of its own, so that the reader lets other threads run between them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from inferc.runtime.kv_cache.events import CacheEvent, Cleared, KvBatch, Removed
 from inferc.runtime.step.sampling_params import from_json
 from inferc.runtime.step.sequence import Output, Row, StepOutputs
 
-ENTRIES_OF_PART = 1 << 12  # tokens with their likely ones: a millisecond or two
+ENTRIES_OF_PART = 1 << 12  # tokens of a part, with their likely ones: a millisecond or two
 
 
 # -------------------------------------------------------------------------------------------------- commands
@@ -46,7 +46,7 @@ COMMANDS: dict[str, type[Command]] = {
 
 
 def encode_command(command: Command) -> bytes:
-    """A command as the bytes of a message; a list of a million ids takes some milliseconds."""
+    """Encode a command as the bytes of a message; a list of a million ids takes some milliseconds."""
     values = {each.name: getattr(command, each.name) for each in dataclasses.fields(command)}
     if isinstance(command, Add):
         values["params"] = vars(command.params)
@@ -54,7 +54,7 @@ def encode_command(command: Command) -> bytes:
 
 
 def decode_command(message: bytes) -> Command:
-    """The command of a message of `encode_command`."""
+    """Decode a message of `encode_command`."""
     kind, values = msgspec.msgpack.decode(message)
     if kind == Add.__name__:
         values["params"] = from_json(values["params"])
@@ -67,14 +67,18 @@ def decode_command(message: bytes) -> Command:
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """Which sequence an output belongs to, on the side of the process that asked: what stands for an engine's Sequence there."""
+    """The name of the sequence that an output belongs to, in place of the engine's Sequence in the client's process."""
 
     request_id: str
     index: int
 
 
 class _Step(msgspec.Struct, array_like=True):
-    """A StepOutputs. ids: int32. rows: (request id, index) of each; None: the same as of the step before it."""
+    """The message of a StepOutputs.
+
+    ids: int32 token ids.
+    rows: (request id, index) of each row; None if they are those of the step before it.
+    """
 
     number: int
     seconds: float
@@ -84,7 +88,7 @@ class _Step(msgspec.Struct, array_like=True):
 
 
 class _Batch(msgspec.Struct, array_like=True):
-    """A KvBatch."""
+    """The message of a KvBatch."""
 
     time: float
     events: list[tuple[str, msgspec.Raw]]
@@ -99,13 +103,13 @@ _MESSAGE = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
 
 class EventWriter:
-    """Events as messages. Whose rows a step's are is said only when they change; then a step is its ids."""
+    """An encoder of events as messages; a step's rows are named only when they change, otherwise a step is its ids."""
 
     def __init__(self) -> None:
         self._seqs: Sequence[Row] | None = None
 
     def encode(self, events: Events) -> Iterator[bytes]:
-        """Each is to be sent before the next is asked for."""
+        """Yield the messages of some events; each must be sent before the next is taken."""
         if isinstance(events, KvBatch):
             changes = [(type(event).__name__, msgspec.Raw(_dump(event))) for event in events.events]
             yield _message(_Batch(events.time, changes))
@@ -125,7 +129,7 @@ class EventWriter:
 
 
 class EventReader:
-    """The events of an EventWriter's messages, in their order."""
+    """A decoder of the messages of an EventWriter, in their order."""
 
     def __init__(self) -> None:
         self._names: list[Name] = []
@@ -145,14 +149,14 @@ class EventReader:
 
 def _messages(event: Event) -> Iterator[bytes]:
     if isinstance(event, Failed):
-        # A path in it may have bytes that are no text.
+        # A path in the message may have bytes that are no text.
         event = dataclasses.replace(event, reason=event.reason.encode(errors="backslashreplace").decode())
     elif isinstance(event, ScoredRows):
         at_once = max(1, ENTRIES_OF_PART // (1 + len(event.rows[0].top)))
         for at in range(0, len(event.rows), at_once):
             yield _message(ScoredRows(event.request_id, event.rows[at : at + at_once]))
         return
-    elif isinstance(event, Scored) and event.score.rows:  # which say what the rest of it does
+    elif isinstance(event, Scored) and event.score.rows:  # the rows contain all of the Score
         yield from _messages(ScoredRows(event.request_id, event.score.rows))
         event = Scored(event.request_id, Score([], []))
     yield _message(event)
@@ -163,7 +167,7 @@ def _message(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> float:
-    """What numpy computed of a statistic."""
+    """Convert a statistic that numpy computed to a plain float."""
     if isinstance(value, float):
         return float(value)
     raise TypeError(f"found {type(value).__name__} in an event; events hold plain numbers")

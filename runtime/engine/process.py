@@ -1,9 +1,9 @@
 """The engine in a process of its own, behind a pipe.
 
 The child is `python -m inferc.runtime.engine.process FD`; FD is its end of a socket pair. Messages (messages.py) are
-framed by `multiprocessing.connection` (its bytes form: nothing is pickled), so neither side can run code on the other. Each
-side has a thread that only reads: the parent's notices at once that the child has died and fails every open request with
-the reason; the child's ends the process when the parent is gone. Text stays with the parent.
+framed by `multiprocessing.connection` (its bytes form: nothing is pickled), so neither side can run code on the other.
+Each side has a thread that only reads: the parent's notices at once that the child has died, and fails every open
+request with the reason; the child's ends the process when the parent is gone. Text stays with the parent.
 """
 
 from __future__ import annotations
@@ -49,21 +49,22 @@ log = logging.getLogger(__name__)
 
 LOAD_ENGINE = "inferc.runtime.engine.load:load_engine"
 KILL_AFTER_SECONDS = 10.0
-# What clients are told, who may be anybody: why it has names of files in it.
+# Any client is told this; the actual reason may contain file names.
 STOPPED = "the engine has stopped on an error; its log says which"
 HINTS: dict[int, str] = {
     signal.SIGKILL: "; the system may have run out of memory",
     signal.SIGBUS: "; a file that it maps was cut short, or cannot be read",
 }
-SMALL_BYTES = 1 << 14  # of a message: a socket that is ready for writing takes so much at once
+# The size of a message that a socket which is ready for writing takes at once.
+SMALL_BYTES = 1 << 14
 
 
 class EngineProcess(EngineClient):
-    """An engine in a child process: starts it, and `wait_until_ready` waits for it.
+    """An engine in a child process, which is started here; `wait_until_ready` waits for it.
 
     factory "module:function" makes the Engine in the child from `options` (JSON-able). Raises InfercError if the system
-    gives no process. Nothing that sends a command waits for the child to read it: one that hangs must not stop the thread
-    that has to notice.
+    cannot start a process. No thread that sends a command waits for the child to read it: a child that hangs must not
+    stop the thread that has to notice.
     """
 
     def __init__(
@@ -78,9 +79,9 @@ class EngineProcess(EngineClient):
         self._process, self._pipe = _spawn()
         self._can_write = select.poll()
         self._can_write.register(self._pipe.fileno(), select.POLLOUT)
-        self._unsent: deque[bytes] = deque()  # in their order, the first of which is being sent
-        self._writing = threading.Condition()  # around it, and around what is sent at once
-        self._is_over = False  # nothing is sent any more
+        self._unsent: deque[bytes] = deque()  # in order; the first is being sent
+        self._writing = threading.Condition()  # guards `_unsent`, and messages that are sent directly
+        self._is_over = False  # whether nothing is sent any more
         self._writer = threading.Thread(target=self._send_late, name="inferc-engine-writer", daemon=True)
         self._writer.start()
         self._closing = False
@@ -90,7 +91,10 @@ class EngineProcess(EngineClient):
         self._write(json.dumps({"factory": factory, "options": dict(options), **logs}).encode())
 
     def wait_until_ready(self) -> EngineProcess:
-        """Wait until the engine takes requests. Raises what made it fail to start, or InfercError after `close`."""
+        """Wait until the engine takes requests.
+
+        Raises the error with which it failed to start, or InfercError after `close`.
+        """
         self._wait_until_ready()
         self._reader = threading.Thread(target=self._read, name="inferc-engine-reader", daemon=True)
         self._reader.start()
@@ -101,12 +105,15 @@ class EngineProcess(EngineClient):
         return self._process.pid
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the process and of the events it sent."""
+        """Wait for the end of the process and of the events that it sent."""
         if self._reader is not None:
             self._reader.join(timeout)
 
     def close(self) -> None:
-        """Stop now; open requests fail. A child that is still loading, or does not stop within seconds, is killed."""
+        """Stop now; open requests fail.
+
+        A child that is still loading, or that does not stop within seconds, is killed.
+        """
         self._closing = True
         if self._reader is None:
             self._process.kill()
@@ -120,7 +127,7 @@ class EngineProcess(EngineClient):
             self._reader.join()
 
     def kill(self, reason: str) -> None:
-        """End a process that does not answer; open requests fail for this reason."""
+        """Kill a process that does not answer; open requests fail with this reason."""
         self._killed_for = reason
         self._process.kill()
         self.join()
@@ -144,7 +151,7 @@ class EngineProcess(EngineClient):
                 self._writing.notify()
 
     def _send_late(self) -> None:
-        """Send what there was no room for, as the child takes it."""
+        """Send the messages that the socket had no room for, as the child reads them."""
         while True:
             with self._writing:
                 self._writing.wait_for(lambda: self._unsent or self._is_over)
@@ -158,15 +165,15 @@ class EngineProcess(EngineClient):
     def _send_now(self, data: bytes) -> None:
         try:
             self._pipe.send_bytes(data)
-        except OSError:  # the child is gone: its reader says why
+        except OSError:  # the child is gone: the reader thread reports why
             log.debug("the engine process does not read any more")
 
     def _hang_up(self) -> None:
-        """The child has ended: nothing can be sent to it, and nothing comes."""
+        """Close the pipe to a child that has ended, and end the thread that writes to it."""
         with self._writing:
             self._is_over = True
             self._writing.notify()
-        self._writer.join()  # a write to nobody ends at once
+        self._writer.join()  # a write to a closed socket ends at once
         with self._writing:
             self._pipe.close()
 
@@ -188,7 +195,8 @@ class EngineProcess(EngineClient):
         try:
             while True:
                 self._dispatch(reader.decode(self._pipe.recv_bytes()))
-                if self._stopped is not None and not is_ending:  # it says so itself; now its process has to end too
+                # the engine has stopped by itself; its process must end too
+                if self._stopped is not None and not is_ending:
                     is_ending = True
                     self._kill_late()
         except (EOFError, OSError):
@@ -204,8 +212,11 @@ class EngineProcess(EngineClient):
         self._fail_all(reason)
 
     def _kill_late(self) -> None:
-        """An engine that stopped on an error may not get to its end, and the next one needs its memory."""
-        timer = threading.Timer(KILL_AFTER_SECONDS, self._process.kill)  # which leaves alone what has been waited for
+        """Kill the child after some seconds.
+
+        An engine that stopped on an error may not reach its end, and the next one needs its memory.
+        """
+        timer = threading.Timer(KILL_AFTER_SECONDS, self._process.kill)  # `kill` does nothing after `wait`
         timer.daemon = True
         timer.start()
 
@@ -219,12 +230,15 @@ class EngineProcess(EngineClient):
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
-    """A child, and our end of its pipe. Raises InfercError if there are no processes or files left."""
+    """Start a child and return it with our end of its pipe.
+
+    Raises InfercError if there are no processes or files left.
+    """
     try:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             command = [sys.executable, "-m", "inferc.runtime.engine.process", str(theirs.fileno())]
-            # The child imports from where this process does, and from nowhere else (not the current folder).
+            # The child imports from the same places as this process, and from nowhere else (not the current folder).
             path = os.pathsep.join(entry for entry in sys.path if entry)
             environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
             process = subprocess.Popen(
@@ -232,7 +246,8 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
                 pass_fds=(theirs.fileno(),),
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # ^C in a terminal reaches every process of its session
+                # Ctrl-C in a terminal reaches every process of the terminal's session.
+                start_new_session=True,
             )
             return process, Connection(ours.detach())
     except OSError as error:
@@ -243,9 +258,9 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
 
 
 def main(fd: int) -> int:
-    """The child: make the engine, say so, obey until told to stop or left alone."""
+    """Run the child: make the engine, report it, and obey commands until told to stop or left alone."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # systemd tells every process; the parent decides
+        signal.signal(number, signal.SIG_IGN)  # systemd signals every process; the parent decides
     pipe = Connection(fd)
     request = json.loads(pipe.recv_bytes())
     configure(request["log_format"], request["log_level"], "engine")
@@ -286,7 +301,7 @@ def _read_commands(pipe: Connection[Any, Any], inbox: queue.SimpleQueue[Command]
         while True:
             inbox.put(decode_command(pipe.recv_bytes()))
     except (EOFError, OSError):
-        os._exit(0)  # the parent is gone, and a running step would keep us for nobody
+        os._exit(0)  # the parent is gone, and nothing waits for the running step
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Given texts: log probabilities of their tokens, or a vector of each, computed in chunks between the engine's steps.
+"""The scoring of given texts: log probabilities of their tokens, or an embedding, in chunks between the engine's steps.
 
-As many texts of one kind share a step as it and the cache have room for. All rows of a text are computed, whatever the prefix cache
-has of it: their logits are what is asked for. What they leave there others find.
+A step holds as many texts of one kind as it and the cache have room for. All rows of a text are computed, whatever the
+prefix cache has of it, because their logits are the result. Other sequences can find the blocks of a scored text.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Pooled: TypeAlias = Literal["last", "mean", "first"]
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a text's vector is made of the hidden rows of its tokens: the last one's, their mean, the first one's."""
+    """The way a text's vector is made of its tokens' hidden rows: the last one, their mean, or the first one."""
 
     kind: Pooled
-    normalize: bool  # to length 1
+    normalize: bool  # whether the vector is scaled to length 1
 
 
 @dataclass(frozen=True)
 class Score:
-    """Log probability of each token after the first, given those before it, and the token that was most likely there.
+    """The log probability of each token after the first, given those before it, and the most likely token there.
 
-    rows: the same with ranks and the most likely tokens, where `num_top` asked for some.
+    rows: the log probabilities with ranks and the most likely tokens, if `num_top` asked for some.
     """
 
     logprobs: list[float]
@@ -41,13 +41,13 @@ class Score:
 
     @staticmethod
     def of_rows(rows: list[Logprobs]) -> Score:
-        """The Score of a text from the log probabilities of all of its tokens but the first."""
+        """Return the Score of a text from the log probabilities of all of its tokens but the first."""
         return Score([row.logprob for row in rows], [row.top[0][0] for row in rows], rows)
 
 
 @dataclass
 class _Job:
-    """Tokens [done, end) are still to be computed: of a text that is scored the last one needs none."""
+    """A text whose tokens [done, end) are still to be computed; the last token of a scored text needs no step."""
 
     request_id: str
     token_ids: list[int]
@@ -56,7 +56,7 @@ class _Job:
     root: bytes = b""
     salt: str = ""
     hashes: list[bytes] = field(default_factory=list)
-    slot: int | None = None  # with blocks for all tokens in the KV groups that keep them
+    slot: int | None = None  # has blocks for all tokens in the KV groups that keep them
     done: int = 0
     logprobs: list[float] = field(default_factory=list)
     argmax: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class _Job:
 
     @property
     def kind(self) -> tuple[bool, int]:
-        """What shares a step."""
+        """The kind of the job; only jobs of one kind share a step."""
         return self.embeds, self.num_top
 
     @property
@@ -75,7 +75,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Tokens [job.done, job.done + count) of a text, which are in this step."""
+    """The tokens [job.done, job.done + count) of a text, which are in this step."""
 
     job: _Job
     count: int
@@ -86,7 +86,7 @@ class _Chunk:
 
 
 class ScoreRunner(Protocol):
-    """The part of a runner that scores. One that embeds has `embed(plan) -> [S, hidden_size]` as well."""
+    """The part of a runner that scores; one that embeds has `embed(plan) -> [S, hidden_size]` as well."""
 
     def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]: ...
 
@@ -98,8 +98,10 @@ class ScoreRunner(Protocol):
 
 
 class Scorer:
-    """A queue of texts. The first ones get slots and blocks beside the running sequences. pooling: of vectors, where there are
-    any."""
+    """A queue of texts, of which the first ones get slots and blocks beside the running sequences.
+
+    pooling: how texts are embedded, if the model can.
+    """
 
     def __init__(self, scheduler: Scheduler, pooling: Pooling | None = None) -> None:
         self._scheduler = scheduler
@@ -113,11 +115,11 @@ class Scorer:
         return bool(self._jobs)
 
     def add(self, request_id: str, token_ids: list[int], num_top: int = 0, root: bytes = b"", salt: str = "") -> None:
-        """root: the hash before its first block, of this salt."""
+        """Queue a text to score; `root` is the hash before its first block, with this salt."""
         self._jobs.append(_Job(request_id, token_ids, num_top, root=root, salt=salt))
 
     def add_to_embed(self, request_id: str, token_ids: list[int]) -> None:
-        """Raises UnsupportedError for a model that makes no vectors."""
+        """Queue a text to embed; raise UnsupportedError for a model that makes no vectors."""
         if self._pooling is None:
             raise UnsupportedError("this model makes no vectors of texts")
         self._jobs.append(_Job(request_id, token_ids, embeds=True))
@@ -128,12 +130,12 @@ class Scorer:
             self._release(job)
 
     def take(self) -> list[tuple[str, Score]]:
-        """What was scored since the last call, with the request ids."""
+        """Return the scores since the last call, with the request ids."""
         scored, self._scored = self._scored, []
         return scored
 
     def take_rows(self) -> list[tuple[str, list[Logprobs]]]:
-        """Rows that were found since the last call of texts that are not scored to their ends; their Scores will lack them."""
+        """Return the new rows of texts that are not scored to their ends; the Scores of these texts will lack them."""
         taken = []
         for job in self._jobs:
             if job.rows:
@@ -142,14 +144,14 @@ class Scorer:
         return taken
 
     def take_embedded(self) -> list[tuple[str, F32]]:
-        """The vectors that were made since the last call, with the request ids."""
+        """Return the vectors that were made since the last call, with the request ids."""
         embedded, self._embedded = self._embedded, []
         return embedded
 
     def step(self, runner: ScoreRunner) -> None:
-        """Compute a chunk of the first text, and of those behind it of its kind that have room beside it. No step is in flight."""
+        """Compute a chunk of the first text and of those of its kind behind it that have room; no step is in flight."""
         chunks = self._choose(runner)
-        # A first text that finds no room lets nobody in before it: running sequences give some back, or end.
+        # A first text that finds no room stops admission, until running sequences give blocks back or end.
         self._scheduler.hold = not chunks
         if not chunks:
             return
@@ -167,7 +169,7 @@ class Scorer:
                 self._finish(chunk.job)
 
     def _choose(self, runner: ScoreRunner) -> list[_Chunk]:
-        """The texts of the next step, with room for their tokens."""
+        """Return the texts of the next step, with room for their tokens."""
         chunks: list[_Chunk] = []
         budget = self._scheduler.config.max_num_batched_tokens
         for job in self._jobs:
@@ -205,7 +207,7 @@ class Scorer:
             at += chunk.count
 
     def _publish(self, job: _Job) -> None:
-        """Let others find what is computed of a text that is scored, before blocks of it are given back."""
+        """Publish the computed blocks of a scored text, before any of them are given back."""
         if job.slot is not None and not job.embeds:
             ids = np.array(job.token_ids[: job.done], np.int32)
             self._scheduler.prefixes.publish_text(job.slot, job, ids, job.salt)
@@ -234,7 +236,10 @@ class Scorer:
         self._embedded.append((job.request_id, vector.astype(np.float32)))
 
     def _plan(self, chunks: list[_Chunk]) -> StepPlan:
-        """The step of these chunks: all rows of texts that are scored are logits rows, of others those that make the vector."""
+        """Return the step of these chunks.
+
+        Its logits rows are all rows of scored texts, or those rows of embedded texts from which the vector is made.
+        """
         cache = self._scheduler.cache
         slots = np.array([chunk.job.slot for chunk in chunks])
         counts = np.array([chunk.count for chunk in chunks], np.int64)
@@ -282,7 +287,7 @@ class Scorer:
 
 
 def _rows_of(chunk: _Chunk, pooling: Pooling) -> list[int]:
-    """Which of a chunk's rows the text's vector is made of."""
+    """Return the rows of a chunk from which the text's vector is made."""
     if pooling.kind == "mean":
         return list(range(chunk.count))
     if pooling.kind == "first":
@@ -291,7 +296,7 @@ def _rows_of(chunk: _Chunk, pooling: Pooling) -> list[int]:
 
 
 def _with_top(runner: ScoreRunner, plan: StepPlan, targets: I32, num_top: int) -> list[Logprobs]:
-    """Sample rows that allow nothing but their target, whose log probabilities are of the logits as they were."""
+    """Sample rows that allow only their target; their log probabilities are of the unmasked logits."""
     count = len(targets)
     sample = replace(
         plan.sample,

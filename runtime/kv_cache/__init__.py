@@ -1,1 +1,1 @@
-"""Which block of the KV cache holds what."""
+"""The bookkeeping of the paged KV cache: which block holds which tokens of which sequence."""

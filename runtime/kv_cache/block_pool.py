@@ -1,4 +1,4 @@
-"""The blocks of one KV group in one tier: which are free, who refers to them, and what can be found in them."""
+"""The pool of blocks of one KV group in one tier: which are free, who refers to them, and which can be found."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import numpy as np
 
 from inferc.runtime.step.plan import I32
 
-MOVING = 8  # blocks that are on their way to the lower tier at once, beside those that are waited for
+MOVING = 8  # the most blocks that are copied to the offload tier at once, beside those that are waited for
 
 
 class Kept:
-    """Blocks that nobody has and that can be found, in the order in which they go: by priority, then by last use."""
+    """An eviction queue of the unreferenced blocks that can still be found, by priority and then by last use."""
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[int, None]] = {0: OrderedDict()}
-        self.priority_of: dict[int, int] = {}  # of blocks that can be found, also of those in use; 0 where absent
+        # Priorities of the blocks that can be found, also of those in use; a block that is absent has priority 0.
+        self.priority_of: dict[int, int] = {}
 
     def __contains__(self, block: int) -> bool:
         return block in self._levels[self.priority_of.get(block, 0)]
@@ -35,53 +36,52 @@ class Kept:
         del self._levels[self.priority_of.get(block, 0)][block]
 
     def pop(self) -> int:
-        """The first to go; it has no priority any more."""
+        """Remove and return the block that is evicted first, and forget its priority."""
         level = next(level for _, level in sorted(self._levels.items()) if level)
         block, _ = level.popitem(last=False)
         self.priority_of.pop(block, None)
         return block
 
     def raise_to(self, block: int, priority: int) -> None:
-        """A block that is in use is now also one of this priority."""
+        """Raise the priority of a block that is in use to `priority`, if it is lower."""
         if priority > self.priority_of.get(block, 0):
             self.priority_of[block] = priority
             self._levels.setdefault(priority, OrderedDict())
 
 
 class BlockPool:
-    """The blocks of one KV group in one tier, from `first` on. Block 0 is reserved: padding is written there.
+    """The blocks of one KV group in one tier, with ids from `first` on; block 0 is reserved, padding is written there.
 
-    A block whose ref_count is 0 can be taken. It is in `free` if nobody can find it: what was freed last is taken first,
-    so that blocks which were never needed never become resident memory. Else it is in `kept`, and taken when no other
-    is left.
+    A block whose ref_count is 0 can be taken. A block that cannot be found is in `free`: the block freed last is taken
+    first, so that blocks which were never needed never become resident memory. A block that can be found is in `kept`,
+    and is taken only if no free one is left.
     """
 
     def __init__(self, num_blocks: int, first: int = 1) -> None:
-        self.num_blocks = num_blocks  # ids end here
-        self.size = num_blocks - first  # that can be given out
-        self.free = list(range(num_blocks - 1, first - 1, -1))  # taken from the end
+        self.num_blocks = num_blocks  # one more than the highest block id
+        self.size = num_blocks - first  # the number of blocks that can be given out
+        self.free = list(range(num_blocks - 1, first - 1, -1))  # blocks are taken from the end
         self.kept = Kept()
         self.ref_count = np.zeros(num_blocks, np.int32)
-        self.block_of: dict[bytes, int] = {}  # by the hash that it was published under
+        self.block_of: dict[bytes, int] = {}  # by the hash under which a block was published
         self.hash_of: dict[int, bytes] = {}
-        self.partial: set[int] = set()  # of those with a hash: not full
-        self.moving: set[int] = set()  # held by the tiers while they are copied
-        self.unchecked: set[int] = set()  # can be found once their bytes are known to be whole
-        self.generation = np.zeros(num_blocks, np.int64)  # how often each was taken
-        self.idle: dict[int, None] | None = (
-            None  # where there is a lower tier: blocks that came to be `kept`, in their order
-        )
+        self.partial: set[int] = set()  # blocks with a hash that are not full
+        self.moving: set[int] = set()  # blocks that the tiers hold while they are copied
+        self.unchecked: set[int] = set()  # blocks that cannot be found before their bytes are verified
+        self.generation = np.zeros(num_blocks, np.int64)  # how often each block was taken
+        # If there is an offload tier: blocks that were added to `kept`, in that order.
+        self.idle: dict[int, None] | None = None
         self.num_evicted = 0
-        self.num_gains = 0  # how often there came to be more free blocks, or more to find
-        self.on_evict: Callable[[bytes], None] | None = None  # hears of what can not be found any more
+        self.num_gains = 0  # how often blocks became free or findable
+        self.on_evict: Callable[[bytes], None] | None = None  # called with the hash of each evicted block
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken."""
+        """The number of blocks that can be taken."""
         return len(self.free) + len(self.kept)
 
     def take(self, count: int) -> list[int]:
-        """Of at most `num_free` blocks."""
+        """Take `count` blocks, at most `num_free`, and evict kept ones if too few are free."""
         for _ in range(count - len(self.free)):
             block = self.kept.pop()
             name = self.hash_of.pop(block)
@@ -100,12 +100,12 @@ class BlockPool:
         return blocks
 
     def find(self, name: bytes) -> int | None:
-        """The block with this hash, if its bytes can be used."""
+        """Return the block with this hash if its bytes can be used, or None."""
         block = self.block_of.get(name)
         return None if block in self.unchecked else block
 
     def forget(self, block: int) -> None:
-        """Let a block not be found any more."""
+        """Make a block impossible to find."""
         del self.block_of[self.hash_of[block]]
         if block in self.kept:
             self.kept.remove(block)
@@ -115,7 +115,10 @@ class BlockPool:
         self.unchecked.discard(block)
 
     def restore(self, names: Mapping[int, bytes]) -> None:
-        """Blocks of an empty pool that hold something from an earlier run, the one used longest ago first; not checked."""
+        """Fill an empty pool with the blocks that an earlier run left, least recently used first.
+
+        Their bytes are not verified yet.
+        """
         self.free = [block for block in self.free if block not in names]
         for block, name in names.items():
             self.block_of[name], self.hash_of[block] = block, name
@@ -123,7 +126,7 @@ class BlockPool:
         self.unchecked.update(names)
 
     def hold(self, blocks: Sequence[int], priority: int = 0) -> None:
-        """One more reference to each of some blocks that were found, by who gives them a priority."""
+        """Add one reference to each of some blocks that were found, and raise their priority if one is given."""
         for block in blocks:
             if self.ref_count[block] == 0:
                 self.kept.remove(block)
@@ -132,8 +135,11 @@ class BlockPool:
                 self.kept.raise_to(block, priority)
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Give up one reference to each block. Of those without any left the first of a sequence are taken last: what
-        comes later is of no use without them."""
+        """Give up one reference to each block.
+
+        Among the blocks that lose their last reference, the first blocks of a sequence are evicted last, because later
+        blocks are useless without them.
+        """
         for block in reversed(blocks):
             self.ref_count[block] -= 1
             if self.ref_count[block]:
@@ -146,8 +152,8 @@ class BlockPool:
             else:
                 self.free.append(block)
 
-    def publish(self, block: int, name: bytes, priority: int = 0) -> None:
-        """Let a block that is in use be found by the hash `name`, unless another one is."""
+    def cache_block(self, block: int, name: bytes, priority: int = 0) -> None:
+        """Publish a block that is in use under the hash `name`, unless another block has it."""
         if name not in self.block_of and block not in self.hash_of:
             self.block_of[name], self.hash_of[block] = block, name
             self.num_gains += 1
@@ -155,7 +161,10 @@ class BlockPool:
                 self.kept.raise_to(block, priority)
 
     def check_integrity(self, held: I32) -> None:
-        """held: the blocks that tables refer to, as often as they do; `moving` ones are referred to once more."""
+        """Assert the invariants of the pool.
+
+        held: the blocks that block tables refer to, once per reference; a block in `moving` has one more reference.
+        """
         references = np.bincount([*held.tolist(), *self.moving], minlength=self.num_blocks)
         assert references[0] == 0, "block 0 is reserved and in a table"
         assert (references == self.ref_count).all(), "ref counts do not add up"

@@ -1,7 +1,7 @@
-"""The offload tier of one KV group: blocks with ids of their own behind the arena's, which hold what the arena has no room for.
+"""The offload tier of one KV group: blocks with ids behind the arena's, for what the arena has no room for.
 
-Where steps can read them as they lie (`in_place`), what is found there is used from there; else the step that is scheduled next
-begins by copying it to new blocks of the arena.
+If steps can read its blocks directly (`in_place`), a block that is found there is used from there. Otherwise the step
+that is scheduled next begins by copying the block to a new block of the arena.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from inferc.runtime.step.plan import Copies
 
 
 class BlockStore(Protocol):
-    """Where a group looks for blocks that its arena does not have."""
+    """The interface through which a group looks for blocks that its arena does not have."""
 
     in_place: bool
 
     @property
     def size(self) -> int:
-        """Blocks that it has room for."""
+        """The number of blocks that the store has room for."""
 
     def has(self, name: bytes) -> bool:
-        """Whether a block of this hash is there, whose bytes can be used."""
+        """Return whether a block of this hash is there whose bytes can be used."""
 
     def hold(self, names: Sequence[bytes], priority: int) -> list[int]:
-        """Blocks of the hashes, which are there, with one more reference each."""
+        """Return the blocks of these hashes, which must be there, with one more reference to each."""
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """One reference less to blocks of its own."""
+        """Give up one reference to each of some blocks of the store."""
 
     def take_loads(self) -> Copies:
-        """From which blocks to which the next step copies before it begins."""
+        """Return the copies, from blocks to blocks, that the next step makes before it begins."""
 
 
 NO_LOADS = Copies(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class NoStore:
-    """No offload tier: nothing is found."""
+    """The store of a group without an offload tier, in which nothing is found."""
 
     in_place = True
     size = 0
@@ -63,7 +63,7 @@ class NoStore:
 class OffloadedBlocks:
     """An offload tier beside the arena's pool of a group.
 
-    num_found: blocks that sequences found there, since the start.
+    num_found: the number of blocks that sequences found there since the start.
     """
 
     def __init__(self, arena: BlockPool, size: int, *, in_place: bool) -> None:
@@ -89,16 +89,15 @@ class OffloadedBlocks:
         self.pool.hold(blocks, priority)
         if self.in_place:
             return blocks
-        self.pool.drop(
-            blocks
-        )  # they were used now, and nothing is stored in them before the step that copies has landed
+        # Dropping marks the blocks as used now; nothing overwrites them before the step that copies them has landed.
+        self.pool.drop(blocks)
         return self._load(names, blocks, priority)
 
     def _load(self, names: Sequence[bytes], sources: Sequence[int], priority: int) -> list[int]:
-        """New blocks of the arena that the next step begins by copying to, and that can be found at once."""
+        """Return new arena blocks that the next step fills by copying before it begins; they can be found at once."""
         blocks = self._arena.take(len(names))
         for name, block in zip(names, blocks, strict=True):
-            self._arena.publish(block, name, priority)
+            self._arena.cache_block(block, name, priority)
         self._loads += zip(sources, blocks, strict=True)
         return blocks
 

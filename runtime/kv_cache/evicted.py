@@ -1,4 +1,4 @@
-"""The blocks of a KV group whose sequences forget while they run: all but their sinks and what is near (`Eviction`)."""
+"""The blocks of a KV group whose sequences forget all but sinks and recent tokens while they run (`Eviction`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from inferc.runtime.step.plan import I32, I64, ScoredQueries
 
 
 class EvictedGroup(WindowGroup):
-    """A KV group of which a slot keeps sinks besides its window: its first blocks, or those of the highest scores.
+    """A KV group in which a slot keeps sinks besides its window: its first blocks, or those with the highest scores.
 
-    sinks [num_slots, sink blocks] i32: the blocks that a slot keeps of those before its `begin`. scores: what attention gives to
-    blocks, where that chooses them.
+    sinks [num_slots, sink blocks] i32: the blocks before `begin` that a slot keeps.
+    scores: the attention that blocks get, if that decides which are kept; otherwise None.
     """
 
     spec: EvictedCacheGroup
@@ -61,7 +61,7 @@ class EvictedGroup(WindowGroup):
         return super()._free(slot, position, begin, end)
 
     def _keep_first(self, slot: int) -> int:
-        """Let a slot's first blocks, all of which it has, outlive what lies behind them; how many."""
+        """Keep a slot's first blocks, all of which it has, beyond its window, and return how many."""
         table, sinks = self.table[slot], self.sinks[slot]
         count = len(sinks)
         sinks[:] = table[:count]
@@ -70,7 +70,7 @@ class EvictedGroup(WindowGroup):
         return count
 
     def _choose(self, scores: HeavyHitterScores, slot: int, position: int, begin: int, end: int) -> None:
-        """Keep the best of the blocks that a slot has kept and of [begin, end), and give up the others."""
+        """Keep the best among the sinks of a slot and its blocks [begin, end), and give up the others."""
         table, sinks = self.table[slot], self.sinks[slot]
         own = slice(0, len(sinks) if begin else 0)
         candidates = np.concatenate((scores.kept[slot, own], np.arange(begin, end)))
@@ -95,7 +95,10 @@ class EvictedGroup(WindowGroup):
 
 
 class Forgetting:
-    """What sequences of a cache forget while they run, in all of its evicted groups alike: their specs differ in bytes alone."""
+    """The rules by which the sequences of a cache forget tokens while they run.
+
+    They are the same in all evicted groups, because the specs of these groups differ only in bytes.
+    """
 
     def __init__(self, groups: Sequence[FullGroup]) -> None:
         self._groups = groups
@@ -103,30 +106,31 @@ class Forgetting:
         first = next(each for each in groups if isinstance(each, EvictedGroup))
         self.spec, self._begins, self.block_size = first.spec, first.begins, first.block_size
         self._num_sinks = first.spec.sinks // first.block_size
-        self.chooses = first.spec.counted > 0  # by scores of attention, which steps have to count
+        # Whether attention scores decide, which steps then have to count.
+        self.chooses = first.spec.counted > 0
 
     def most_new(self, position: int) -> int:
-        """Tokens from `position` on that see the same keys but for one another."""
+        """Return how many tokens from `position` on see the same earlier keys."""
         return self.spec.most_new(position)
 
     def changes_at(self, positions: I64) -> NDArray[np.bool_]:
-        """Whether the queries at some positions see less than those before them may have seen."""
+        """Return whether the queries at some positions see fewer keys than those before them may have seen."""
         do: NDArray[np.bool_] = positions % self.spec.stride == 0
         return do
 
     def num_forgotten_at(self, position: int) -> int:
-        """Tokens that the query at a position does not see, between the sinks and what it sees."""
+        """Return how many tokens the query at a position does not see, between the sinks and the window."""
         return max(0, self.spec.first_key(position) - self.spec.sinks)
 
     def num_forgotten(self, slots: I64) -> I64:
-        """The same of the next queries of some slots."""
+        """Return how many tokens the next queries of some slots do not see, between the sinks and the window."""
         begins = self._begins[slots]
         return np.where(begins > 0, (begins - self._num_sinks) * self.block_size, 0)
 
     def block_tables(self, slots: I64, forgotten: I64, max_blocks: int) -> tuple[I32, ...]:
-        """Block tables of some slots without what they have forgotten: sinks, then what they see.
+        """Return the block tables of some slots without forgotten blocks: first the sinks, then what is seen.
 
-        Layers with a window see none of the keys that are moved: these lie in front of every window.
+        Layers with a window see none of the moved blocks, because these lie before every window.
         """
         columns = np.arange(max_blocks)
         is_sink = (columns < self._num_sinks) & (forgotten > 0)[:, None]
@@ -145,7 +149,7 @@ class Forgetting:
     def scored_queries(
         self, slots: I64, start: I64, end: I64, query_start_loc: I32, max_blocks: int
     ) -> ScoredQueries | None:
-        """Which queries of a step of some slots are counted, by whose attention blocks are kept later; None: none at all."""
+        """Return the queries of a step whose attention is counted, to choose the blocks to keep, or None."""
         if not self.chooses:
             return None
         wanted = first_counted(self.spec, start)
@@ -165,7 +169,10 @@ class Forgetting:
         )
 
     def add_scores(self, scored: ScoredQueries) -> None:
-        """Take what a step has counted. It is used two strides later at the earliest, when the step has long landed."""
+        """Add the scores that a step has counted.
+
+        They are used two strides later at the earliest, when the step has long landed.
+        """
         for scores, found, columns in zip(self._scores, scored.scores, scored.columns, strict=True):
             if scores is not None and found is not None and columns is not None:
                 scores.add(scored.slots, scored.turns, columns, found[scored.seqs])

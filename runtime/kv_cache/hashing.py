@@ -1,4 +1,4 @@
-"""The hashes under which blocks are found: of all tokens up to a block's end, the same in every process and on every machine."""
+"""The hashes under which blocks are found, of all tokens up to a block's end; they are equal on every machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from inferc.runtime.step.plan import I32
 
 
 def root_hash(model_hash: str, kv_dtype: str, adapter: str = "", salt: str = "") -> bytes:
-    """The hash before a sequence's first block: what must be equal for two sequences to share K and V at all.
+    """Return the hash before a sequence's first block, of all that must be equal for two sequences to share K and V.
 
-    SHA-256 over length-prefixed fields, so that other processes and machines compute the same.
+    It is SHA-256 over length-prefixed fields, so that other processes and machines compute the same.
     """
     digest = hashlib.sha256()
     for part in (model_hash, kv_dtype, adapter, salt):
@@ -23,17 +23,20 @@ def root_hash(model_hash: str, kv_dtype: str, adapter: str = "", salt: str = "")
 
 
 def block_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """The hash of a full block: of all tokens up to its end, through `previous`. Ids enter as little-endian u32."""
+    """Return the hash of a full block: of all tokens up to its end, through `previous`.
+
+    Token ids enter as little-endian u32.
+    """
     return hash_block(previous, np.asarray(token_ids, "<u4").tobytes())
 
 
 def hash_block(previous: bytes, ids: bytes) -> bytes:
-    """`block_hash` of ids that are bytes already."""
+    """Return the `block_hash` of ids that are bytes already."""
     return hashlib.sha256(previous + ids).digest()
 
 
 def extend_hashes(hashes: list[bytes], root: bytes, token_ids: Sequence[int] | I32, block_size: int) -> None:
-    """Append the hashes of the full blocks of `token_ids` that `hashes` lacks. root: `root_hash` of the sequence."""
+    """Append the hashes of the full blocks of `token_ids` that `hashes` lacks; `root` is the sequence's `root_hash`."""
     first = len(hashes)
     ids = np.asarray(token_ids[first * block_size : len(token_ids) // block_size * block_size], "<u4").tobytes()
     name = hashes[-1] if hashes else root

@@ -1,11 +1,12 @@
-"""Which block of the KV cache holds what of which sequence: block tables, and what can be found again, over all KV groups.
+"""The manager of the KV cache over all KV groups: block tables, and the blocks that can be found by hash.
 
-A full block is cached under the hash of all tokens up to its end. When the last sequence that has it leaves, it stays
-where it is, and whoever begins with the same tokens takes it as it lies, until its place is needed: then the one goes, of
-the lowest priority, that was used the longest time ago. Knows block ids only; the bytes are the runner's.
+A full block is published under the hash of all tokens up to its end. When the last sequence that has it leaves, the
+block stays, and a sequence that begins with the same tokens takes it as it is, until its place is needed: then the
+block of the lowest priority is evicted that was used the longest time ago. The manager knows block ids only; the bytes
+belong to the runner.
 
-What a kind of group does otherwise than full attention is in a module of its own (window.py, evicted.py); the manager asks all
-groups alike.
+Where a kind of group differs from full attention, the difference is in a module of its own (window.py, evicted.py); the
+manager treats all groups alike.
 """
 
 from __future__ import annotations
@@ -28,20 +29,22 @@ KINDS: dict[type[CacheGroup], type[FullGroup]] = {
     ChunkCacheGroup: WindowGroup,
     EvictedCacheGroup: EvictedGroup,
 }
-"""What keeps the blocks of a group, by its kind."""
+"""The class that keeps the blocks of a group, by the type of the group's spec."""
 
 
 class KVCacheManager:
-    """Block tables of the running sequences, by slot, over one pool per KV group.
+    """The block tables of the running sequences, by slot, over one pool per KV group.
 
-    In each group a slot holds blocks [begin, end) of its sequence: `end` rises as it grows, all groups alike but that
-    those which give nothing back may get a prompt's blocks at once; `begin` rises as blocks leave the group's window.
+    In each group a slot holds blocks [begin, end) of its sequence. `end` rises as the sequence grows, equally in all
+    groups, except that groups which give nothing back may get a prompt's blocks at once. `begin` rises as blocks leave
+    the group's window.
 
-    tables[g] [num_slots, max_blocks] i32, 0 outside of [begin, end); begins, ends [num_groups, num_slots] i64
-    num_offloaded [num_groups, num_slots] i64  how many of a slot's blocks are of the offload tier
-    num_grown [num_slots] i64     the least `end` of a slot: blocks it has got in every group
-    num_cached_blocks [num_slots] i64    blocks from the first on that can be found, by the slot's own doing or as it began
-    next_unseen [num_slots] i64   the first position whose query sees nothing of a block that the slot holds
+      tables[g]          [num_slots, max_blocks] i32  block ids of group g, 0 outside of [begin, end)
+      begins, ends       [num_groups, num_slots] i64
+      num_offloaded      [num_groups, num_slots] i64  number of a slot's blocks that are in the offload tier
+      num_grown          [num_slots] i64  the least `end` of a slot: blocks that it has in every group
+      num_cached_blocks  [num_slots] i64  number of first blocks that can be found, published by the slot or found by it
+      next_unseen        [num_slots] i64  the first position whose query sees nothing of a block that the slot holds
     """
 
     def __init__(
@@ -53,7 +56,11 @@ class KVCacheManager:
         num_offloaded: Sequence[int] = (),
         in_place: bool = True,
     ) -> None:
-        """num_offloaded: blocks of each group's offload tier, if there is one; in_place: steps read them as they lie."""
+        """Create empty pools and tables.
+
+        num_offloaded: the number of blocks of each group's offload tier; empty if there is none.
+        in_place: whether steps read blocks of the offload tier directly.
+        """
         self.block_size = limits.block_size
         num_slots = limits.max_num_seqs
         self.begins: I64 = np.zeros((len(groups), num_slots), np.int64)
@@ -76,7 +83,7 @@ class KVCacheManager:
         forgets = any(isinstance(group, EvictedGroup) for group in made)
         self.forgetting = Forgetting(made) if forgets else None
         self.max_cached_blocks = min(group.first_counted for group in made) // self.block_size
-        """The blocks of a sequence that may be found at most: behind them its own attention counts."""
+        """The most blocks of a sequence that may be found: behind them the attention of its own queries is counted."""
         self._first_unseen = self._unseen_from([0] * len(made))
         self.next_unseen: I64 = np.full(num_slots, self._first_unseen, np.int64)
         self.gives_back = any(spec.gives_back for spec in groups)
@@ -84,34 +91,34 @@ class KVCacheManager:
         self._changed: list[int] = []
         least = 1 if chunked_prefill else limits.max_model_len  # tokens that a step must be able to compute
         self.max_tokens_at_once = min(group.longest(limits, least, offloads=False) for group in made)
-        """The longest sequence that the arena holds when it has it to itself."""
+        """The length of the longest sequence that the arena holds when the sequence is alone."""
         offloads = chunked_prefill and in_place
         self.max_tokens = min(group.longest(limits, least, offloads=offloads) for group in made)
-        """The longest sequence that can be computed when it has the pools to itself."""
+        """The length of the longest sequence that can be computed when it is alone in all pools."""
 
     @property
     def num_free(self) -> tuple[int, ...]:
-        """Blocks that each group can still give."""
+        """The number of blocks that each group can still give out."""
         return tuple(pool.num_free for pool in self.pools)
 
     @property
     def usage(self) -> float:
-        """Share of the fullest group's pool that sequences have, 0 to 1."""
+        """The share of the fullest group's pool that sequences hold, 0 to 1."""
         return max(1.0 - pool.num_free / pool.size for pool in self.pools)
 
     @property
     def num_gains(self) -> int:
-        """Changes when a sequence that found no room may find some."""
+        """The number of changes after which a sequence that found no room may find some."""
         return sum(pool.num_gains for pool in (*self.pools, *(store.pool for store in self.stores)))
 
     @property
     def num_evicted(self) -> int:
-        """Blocks that could be found, and were taken for something else."""
+        """The number of blocks that could be found and were taken for something else."""
         return sum(pool.num_evicted for pool in self.pools)
 
     @property
     def num_loaded(self) -> int:
-        """Blocks of the offload tier that sequences found."""
+        """The number of blocks of the offload tier that sequences found."""
         return sum(store.num_found for store in self.stores)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -120,11 +127,11 @@ class KVCacheManager:
     # --------------------------------------------------------------------------------------------- room
 
     def fits(self, num_tokens: int, beside: I64, found: Sequence[bytes] = ()) -> bool:
-        """Whether a sequence of `num_tokens` has room in every group, at all times of its prefill, but for what of it
-        is offloaded.
+        """Return whether a sequence of `num_tokens` has room in every group during its whole prefill.
 
-        beside: slots that shall find one more block each, if they may still come to hold more than they do.
-        found: what it would attach first (`attach_cached`).
+        Offloaded blocks are not counted.
+        beside: slots for which one more block each is reserved, if they may still come to hold more than they do.
+        found: the blocks that it would attach first (`attach_cached`).
         """
         blocks = self.blocks_for(num_tokens)
         return all(group.fits(blocks, found, beside) for group in self.groups)
@@ -132,33 +139,41 @@ class KVCacheManager:
     def fits_later(
         self, length: int, total: int, num_found: int, beside: I64, totals: I64, found: I64, error: float = 0.0
     ) -> bool:
-        """Whether a sequence of `length` can be admitted so that all get the blocks that they are expected to need.
+        """Return whether all sequences get the blocks that they are expected to need if one of `length` is admitted.
 
-        The need is the greatest when one of them ends: those that are still there have grown by then, those that ended
-        before gave back what they alone had. Source: Gong et al. 2025, "Past-Future Scheduler for LLM Serving".
+        The need is greatest when a sequence ends: the remaining ones have grown by then, and those that ended before
+        have given back the blocks that only they had. Source: Gong et al. 2025, "Past-Future Scheduler for LLM
+        Serving".
 
-        total, totals [B]: expected lengths at the end, of the sequence and of the slots `beside`; num_found, found [B]:
-        their tokens that others may have as well. error: of what is still to come of each, as a share of it; errors of several
-        even out, and what is left of them is kept in reserve.
+        total, totals [B]: expected lengths at the end, of the sequence and of the slots `beside`.
+        num_found, found [B]: how many of their tokens others may have as well.
+        error: the relative error of the number of tokens that each is still to get. Errors of several sequences even
+        out, and the remaining error is kept in reserve.
         """
         goals, shared = np.append(totals, total), np.append(found, num_found)
         return all(group.fits_later(length, goals, beside, shared, error) for group in self.groups)
 
     def offloads(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` has some in the offload tier while it runs, in any group."""
+        """Return whether a sequence of `num_tokens` has blocks in the offload tier while it runs, in any group."""
         blocks = self.blocks_for(num_tokens)
         return any(group.offloads(blocks) for group in self.groups)
 
     def num_in_arena(self, found: Sequence[bytes]) -> int:
-        """How many of the blocks that `find` counted need no room in the arena, where a group gives nothing back."""
+        """Return how many of the blocks that `find` counted need no new room in the arena.
+
+        Only groups that give nothing back are considered.
+        """
         return min(group.num_in_arena(found) for group in self.groups)
 
     # ------------------------------------------------------------------------------------ what is cached
 
     def find(self, hashes: Sequence[bytes]) -> int:
-        """How many of a sequence's first blocks can be found: in every group all that the query behind them sees."""
+        """Return how many of a sequence's first blocks can be found.
+
+        For that many, every group has all blocks that the query behind them sees.
+        """
         count, finders = len(hashes), [group.finder(hashes) for group in self.groups]
-        agreed = 0  # groups in a row that have so many
+        agreed = 0  # the number of consecutive groups that have `count` blocks
         while agreed < len(finders):
             for find in finders:
                 before, count = count, find(count)
@@ -175,47 +190,47 @@ class KVCacheManager:
         self.next_unseen[slot] = self._unseen_from(self.begins[:, slot].tolist())
 
     def take_loads(self) -> tuple[Copies, ...]:
-        """Blocks of each group that the step which is scheduled copies from the offload tier first; none at all: ()."""
+        """Return the copies from the offload tier that the scheduled step makes first, by group; () if none."""
         loads = tuple(group.store.take_loads() for group in self.groups) if self.stores else ()
         return loads if any(len(each.source) for each in loads) else ()
 
     def cache_full_blocks(self, slot: int, hashes: Sequence[bytes], priority: int = 0) -> None:
-        """Let the first blocks of `slot`, which are or will be computed before any later step, be found by these hashes."""
+        """Publish the first blocks of `slot` under these hashes; they are or will be computed before any later step."""
         first = int(self.num_cached_blocks[slot])
         for group in self.groups:
             group.cache_full_blocks(slot, first, hashes, priority)
         self.num_cached_blocks[slot] = len(hashes)
 
     def cache_last_blocks(self, slots: I64, blocks: I64, hashes: Sequence[bytes], priorities: Sequence[int]) -> None:
-        """Let one block of each of some slots be found, all before it being found already."""
+        """Publish one block of each of some slots whose blocks before it are all published."""
         for pool, table in zip(self.pools, self.tables, strict=True):
             for block, name, priority in zip(table[slots, blocks].tolist(), hashes, priorities, strict=True):
-                if block:  # not given back
-                    pool.publish(block, name, priority)
+                if block:  # the block was not given back
+                    pool.cache_block(block, name, priority)
         self.num_cached_blocks[slots] = blocks + 1
 
     def cache_partial_block(self, slot: int, block: int, name: bytes, priority: int) -> bool:
-        """Let a block that is not full be found by its first tokens' hash; False if a group has given it back."""
+        """Publish a block that is not full under its tokens' hash; return False if a group has given the block back."""
         blocks = [int(table[slot, block]) for table in self.tables]
         if 0 in blocks:
             return False
         for pool, each in zip(self.pools, blocks, strict=True):
-            pool.publish(each, name, priority)
+            pool.cache_block(each, name, priority)
             if pool.hash_of.get(each) == name:
                 pool.partial.add(each)
         return True
 
     def blocks_of(self, name: bytes) -> list[int] | None:
-        """The block of a hash in each group's arena, if all have it."""
+        """Return the block with this hash in each group's arena, or None if not all groups have it."""
         blocks = [pool.block_of.get(name, 0) for pool in self.pools]
         return None if 0 in blocks else blocks
 
     # ----------------------------------------------------------------------------------- as sequences run
 
     def grow(self, slot: int, num_tokens: int, whole: int = 0) -> bool:
-        """Give `slot` blocks up to `num_tokens`, in every group; False, and nothing changed, if too few are free.
+        """Give `slot` blocks up to `num_tokens` in every group; return False, and change nothing, if too few are free.
 
-        whole: as many tokens, if these are more, in the groups that give nothing back.
+        whole: the number of tokens, if it is larger, for the groups that give nothing back.
         """
         missing = [group.wanted_blocks(num_tokens, whole) - int(group.ends[slot]) for group in self.groups]
         if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
@@ -228,9 +243,9 @@ class KVCacheManager:
         return True
 
     def grow_all(self, slots: I64) -> bool:
-        """One more block for each of some slots, in every group; False, and nothing changed, if too few are free.
+        """Give each of some slots one more block in every group; return False, and change nothing, if too few are free.
 
-        Also False if a slot has more in one group than in another: `grow` then says what each lacks.
+        It also returns False if a slot has more blocks in one group than in another: `grow` then finds what each lacks.
         """
         count, ends, least = len(slots), self.ends[:, slots], self.num_grown[slots]
         if any(pool.num_free < count for pool in self.pools) or np.count_nonzero(ends != least):
@@ -243,15 +258,15 @@ class KVCacheManager:
         return True
 
     def take_changed(self) -> list[int]:
-        """Slots whose block tables have changed since the last call."""
+        """Return the slots whose block tables have changed since the last call."""
         changed, self._changed = self._changed, []
         return changed
 
     def extend(self, slot: int, start: int, count: int, whole: int = 0) -> int:
-        """Make room for the tokens [start, start + count), or as many of them as blocks are free for; returns how many.
+        """Make room for the tokens [start, start + count), or for as many as blocks are free for, and return how many.
 
-        Blocks that no query from `start` on sees are freed first. `whole` as in `grow`. Where sequences forget, no more than see
-        the same.
+        Blocks that no query from `start` on sees are freed first. `whole` is as in `grow`. If sequences forget, `count`
+        is limited to tokens that see the same earlier keys.
         """
         self.free_outside_window(slot, start)
         if self.forgetting is not None:
@@ -264,12 +279,14 @@ class KVCacheManager:
         return count
 
     def free_outside_window(self, slot: int, position: int) -> None:
-        """Free the blocks of which no query of `slot` from `position` on sees a token; their entries become 0.
+        """Free the blocks that no query of `slot` from `position` on sees, and set their entries to 0.
 
-        `position` is the first that the next step will compute. That step's block table has no such block any more.
-        The step in flight may still read them, from its own copy of the table; yet another sequence can have them at
+        `position` is the first that the next step will compute, and the block table of that step has no freed block.
+        The step in flight may still read freed blocks, through its own copy of the table. Another sequence can
+        nevertheless get them at
         once: it writes into them in the next step at the earliest, and a step begins when the one before it is done
-        (`Runner`). No query ever comes back to an earlier position: a sequence that has to begins again from nothing.
+        (`Runner`). No query ever comes back to an earlier position, because a preempted sequence begins again from
+        nothing.
         """
         for group in self.groups:
             if count := group.free_outside_window(slot, position):
@@ -278,7 +295,7 @@ class KVCacheManager:
         self.next_unseen[slot] = self._unseen_from(self.begins[:, slot].tolist())
 
     def offload(self, index: int, block: int, stored: int, slots: I64) -> int:
-        """Let those of some slots that have a block of the arena have its copy in the offload tier instead; how many did."""
+        """Replace a block of the arena by its offloaded copy, for those of `slots` that have it; return how many."""
         moved = self.groups[index].offload(block, stored, slots)
         self._changed += moved
         return len(moved)
@@ -291,11 +308,11 @@ class KVCacheManager:
         self.next_unseen[slot] = self._first_unseen
 
     def _unseen_from(self, begins: Sequence[int]) -> int:
-        """The first position whose query sees nothing of one of these blocks, one a group."""
+        """Return the first position whose query sees nothing of one of these blocks, which are one per group."""
         return min(group.unseen_from(begin) for group, begin in zip(self.groups, begins, strict=True))
 
     def check_integrity(self) -> None:
-        """What the groups check of their blocks, and that what is counted of slots is so."""
+        """Assert the invariants of the groups, and that the counts per slot are right."""
         assert (self.num_grown == self.ends.min(0)).all(), "num_grown is not the least of a slot's ends"
         assert (self.begins <= self.ends).all(), "a slot gave back more than it had"
         for group in self.groups:

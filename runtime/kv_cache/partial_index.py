@@ -1,7 +1,8 @@
-"""Which blocks begin with the tokens that a sequence goes on with, where no full block does.
+"""An index of blocks by their first tokens, for a sequence that no full block continues.
 
-A block that is full, or was left when its sequence ended, is listed under the hash of the blocks before it, in the order of
-its tokens: the one that shares the most with a sequence is a neighbour of where that sequence would stand.
+A block that is full, or that its sequence left behind when it ended, is listed under the hash of the blocks before it,
+in the order of its tokens: the block that shares the most tokens with a sequence is a neighbour of the place where that
+sequence would stand.
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ import numpy as np
 
 from inferc.runtime.step.plan import I32
 
-LEAST = 4  # tokens that are worth a copy
+LEAST = 4  # the fewest shared tokens that are worth a copy
 FIRST_PURGE = 1024
 
 
 class PartialIndex:
-    """By the hash before a block: the tokens it holds, as big-endian u32, and its own hash."""
+    """A table of blocks by the hash before them: the tokens of each, as big-endian u32, and its own hash."""
 
     def __init__(self) -> None:
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
-        self._step_of: dict[bytes, int] = {}  # that computes the last of the block's tokens
+        self._step_of: dict[bytes, int] = {}  # the step that computes the last of the block's tokens
         self._limit = FIRST_PURGE
 
     def __len__(self) -> int:
         return len(self._step_of)
 
     def add(self, parent: bytes, token_ids: I32, name: bytes, step: int, is_there: Callable[[bytes], bool]) -> None:
-        """A block of these tokens, which `step` computes. is_there: whether a hash's block still is."""
+        """Add a block of these tokens, which `step` computes.
+
+        is_there: returns whether the block of a hash still exists.
+        """
         if name in self._step_of:
             return
         if len(self._step_of) >= self._limit:
@@ -40,7 +44,7 @@ class PartialIndex:
     def find(
         self, parent: bytes, token_ids: I32, step: int, is_there: Callable[[bytes], bool]
     ) -> tuple[bytes, int] | None:
-        """The block that shares the most first tokens, of those computed before `step`, and how many it shares."""
+        """Return the block computed before `step` that shares the most first tokens, and how many it shares."""
         children = self._children.get(parent)
         if not children or len(token_ids) < LEAST:
             return None
@@ -51,7 +55,7 @@ class PartialIndex:
             for place in places:
                 ids, name = children[place]
                 if _shared(ids, key) <= most:
-                    break  # and no one further on shares more
+                    break  # blocks further on share no more
                 if not is_there(name):
                     gone.append(place)
                 elif self._step_of[name] < step:
@@ -64,7 +68,7 @@ class PartialIndex:
         return None if best is None else (best, most)
 
     def _purge(self, is_there: Callable[[bytes], bool]) -> None:
-        """Forget what is gone; the next time is when there is twice as much."""
+        """Remove the blocks that no longer exist; the next purge is when the index is twice as large."""
         kept = {parent: [each for each in row if is_there(each[1])] for parent, row in self._children.items()}
         self._children = {parent: row for parent, row in kept.items() if row}
         self._step_of = {name: self._step_of[name] for row in self._children.values() for _, name in row}
@@ -72,7 +76,7 @@ class PartialIndex:
 
 
 def _shared(one: bytes, other: bytes) -> int:
-    """Tokens that both begin with."""
+    """Return how many tokens both begin with."""
     count = min(len(one), len(other)) // 4
     same = np.frombuffer(one, ">u4", count) == np.frombuffer(other, ">u4", count)
     return count if same.all() else int(same.argmin())

@@ -1,4 +1,4 @@
-"""The blocks of a KV group with a window, or in chunks: they are freed while a sequence runs, once no later query sees them."""
+"""The blocks of a KV group with windows or chunks, which are freed as soon as no later query sees them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inferc.runtime.step.plan import I64
 
 
 class WindowGroup(FullGroup):
-    """A KV group whose sequences hold what their next query sees, and what is computed now."""
+    """A KV group whose sequences hold only the blocks that their next query sees, and those being computed."""
 
     def longest(self, limits: CacheLimits, least: int, *, offloads: bool) -> int:
         if self.spec.held_blocks(limits, limits.max_model_len, least) <= self.pool.size:
@@ -24,17 +24,18 @@ class WindowGroup(FullGroup):
         return False
 
     def fits_later(self, length: int, totals: I64, beside: I64, found: I64, error: float) -> bool:
-        return True  # a sequence holds no more in the end than at first
+        return True  # a sequence never holds more later than at first
 
     def num_in_arena(self, found: Sequence[bytes]) -> int:
         return len(found)
 
     def first_block(self, num_blocks: int) -> int:
-        """The first block that the query behind `num_blocks` sees."""
+        """Return the first block that the query behind `num_blocks` blocks sees."""
         return self.spec.first_key(num_blocks * self.block_size) // self.block_size
 
     def finder(self, hashes: Sequence[bytes]) -> Finder:
-        there = len(hashes)  # from here to what was asked about last, all can be found
+        # All blocks from this one to the last that was asked about can be found.
+        there = len(hashes)
 
         def find(count: int) -> int:
             nonlocal there
@@ -45,7 +46,8 @@ class WindowGroup(FullGroup):
                     there -= 1
                 if (missing := self._missing_sink(hashes, first)) is not None:
                     count = missing
-                elif there > first:  # with more blocks than are before the missing one the query still sees that
+                elif there > first:
+                    # Block `there - 1` is missing; with more blocks than those before it, the query would see it.
                     count = there - 1
                 else:
                     break
@@ -54,7 +56,7 @@ class WindowGroup(FullGroup):
         return find
 
     def _missing_sink(self, hashes: Sequence[bytes], first: int) -> int | None:
-        """The first of the blocks that are seen besides the window, and cannot be found."""
+        """Return the first block that is seen besides the window and cannot be found, or None."""
         return None
 
     def attach_cached(self, slot: int, hashes: Sequence[bytes], priority: int) -> None:
@@ -74,6 +76,6 @@ class WindowGroup(FullGroup):
         return count
 
     def _free(self, slot: int, position: int, begin: int, end: int) -> int:
-        """Free the blocks [begin, end) of a slot, as the query at `position` sees none of them; returns how many."""
+        """Free the blocks [begin, end) of a slot, none of which the query at `position` sees, and return how many."""
         self._drop(slot, begin, end)
         return end - begin

@@ -1,1 +1,1 @@
-"""What an artifact is measured by: speed, perplexity, profiles, replays."""
+"""The measurements of an artifact: speed, perplexity, profiles and replays."""

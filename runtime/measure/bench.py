@@ -1,6 +1,6 @@
-"""Speed of an artifact on this machine: one request alone, and many at once.
+"""The benchmark of an artifact on this machine: latency of one request alone, and throughput of many at once.
 
-Prompts are random token ids from a fixed seed, decoding is greedy and ends by length alone.
+Prompts are random token ids from a fixed seed. Decoding is greedy and ends only by length.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a token costs by the artifact's own numbers."""
+    """The cost of a token according to the artifact's own figures."""
 
     dtype: str
     vocab_size: int
     max_model_len: int
-    weights_bytes: int  # read once a step, however many tokens it has
+    weights_bytes: int  # bytes that each step reads once, however many tokens it has
     kv_groups: tuple[CacheGroup, ...]
-    num_parameters: int  # that a token is multiplied with
+    num_parameters: int  # the number of weights that a token is multiplied with
 
     def kv_bytes(self, context: int) -> int:
-        """K and V that a decode step of one sequence reads when its new token is at position `context`."""
+        """Return the bytes of K and V that a decode step of one sequence reads at position `context`."""
         groups = self.kv_groups
         return sum(group.bytes_per_token * (context + 1 - group.first_key(context)) for group in groups)
 
 
 def model_cost(artifact: Artifact) -> ModelCost:
-    """By the lowered graphs of all ranks: a lookup costs nothing, and of experts a token uses only the routed ones."""
+    """Compute the cost from the lowered graphs of all ranks.
+
+    An embedding lookup is free, and only routed experts count.
+    """
     ep = int(artifact.config["ep"])
     used = [used_by_token(rank.program["program"]["nodes"], rank.weights, ep) for rank in artifact.ranks]
     return ModelCost(
@@ -61,9 +64,10 @@ def model_cost(artifact: Artifact) -> ModelCost:
 def used_by_token(
     nodes: Sequence[Mapping[str, Any]], stored: Sequence[StoredWeight], ep: int = 1
 ) -> tuple[float, float]:
-    """Bytes and elements of one rank's weights that a token uses; of experts its share of the chosen ones.
+    """Return the bytes and the elements of one rank's weights that a token uses; experts count by the routed share.
 
-    nodes: of the rank's lowered graph, as `program.to_json` has them; ep: ranks that share the experts.
+    nodes: of the rank's lowered graph, in the form of `program.to_json`; ep: the number of ranks that share the
+    experts.
     """
     weight_of = {node["id"]: node["target"] for node in nodes if node["op"] == "get_attr"}
     weights = {weight.name: weight for weight in stored}
@@ -82,11 +86,11 @@ def used_by_token(
 
 @dataclass(frozen=True)
 class Latency:
-    """Medians of one request alone.
+    """The medians of one request alone.
 
-    mbu: bytes a decode step must read (weights, and K and V of half the output) by time, as a share of `read_gb_per_s`,
-    which is measured. mfu: two operations a weight and prompt token, as a share of `peak_gflops`, computed from the
-    clock and the vector width.
+    mbu: the bytes that a decode step must read (weights, and K and V of half the output) per time, as a share of the
+    measured `read_gb_per_s`. mfu: two operations per weight and prompt token, as a share of `peak_gflops`, which is
+    computed from the clock rate and the vector width.
     """
 
     prefill_tokens_per_s: float
@@ -115,7 +119,7 @@ class Throughput:
 
 @dataclass
 class _Run:
-    """One request's times, in seconds."""
+    """The times of one request, in seconds."""
 
     start: float
     arrivals: list[float]
@@ -126,7 +130,7 @@ class _Run:
 
 
 def latency(client: EngineClient, cost: ModelCost, num_threads: int, input_len: int, output_len: int) -> Latency:
-    """One request at a time: the first run warms up, the medians of the next three count."""
+    """Run one request at a time: the first run warms up, and the medians of the next three are returned."""
     _check_lengths(cost, input_len, output_len)
     runs = [_run_all(client, cost, input_len, output_len, 1, 1, seed)[0] for seed in range(REPEATS + 1)][1:]
     ttft = statistics.median(run.ttft for run in runs)
@@ -151,7 +155,7 @@ def latency(client: EngineClient, cost: ModelCost, num_threads: int, input_len: 
 def throughput(
     client: EngineClient, cost: ModelCost, input_len: int, output_len: int, concurrency: int, requests: int
 ) -> Throughput:
-    """`requests` requests, of which `concurrency` are under way at any time."""
+    """Run `requests` requests, `concurrency` of them at any time."""
     _check_lengths(cost, input_len, output_len)
     _run_all(client, cost, input_len, 2, concurrency, concurrency, seed=0)
     start = time.perf_counter()
@@ -183,7 +187,7 @@ def _check_lengths(cost: ModelCost, input_len: int, output_len: int) -> None:
 def _run_all(
     client: EngineClient, cost: ModelCost, input_len: int, output_len: int, concurrency: int, requests: int, seed: int
 ) -> list[_Run]:
-    """Run `requests` requests, `concurrency` at a time; their times in order of their start."""
+    """Run `requests` requests, `concurrency` at a time, and return their times in the order of their start."""
     random = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     events: queue.SimpleQueue[tuple[float, _Run, Event]] = queue.SimpleQueue()

@@ -1,8 +1,8 @@
-"""Perplexity of a text: how well a model predicts it.
+"""The perplexity of a text: how well a model predicts it.
 
-The convention, which other tools can repeat: the text is tokenized once, as the model's tokenizer does it (with BOS if
-it adds one), cut into windows of `window` tokens that do not overlap, and every token of a window but the first is
-scored given those before it in the window. Perplexity is e to the mean negative log probability over all windows.
+The procedure, which other tools can repeat: the text is tokenized once by the model's tokenizer (with BOS if it adds
+one) and cut into windows of `window` tokens that do not overlap. Every token of a window except the first is scored
+given those before it in the window. Perplexity is e to the mean negative log probability over all windows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.engine.loop import EngineClient, Event, Failed, Scored
 
 WINDOW = 1024
-IN_FLIGHT = 2  # windows given to the engine at once, so that it never waits for the next
+IN_FLIGHT = 2  # windows given to the engine at once, so it never waits for the next one
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """nll is the mean in nats per scored token, of which there are `tokens`."""
+    """The perplexity of a text; nll is the mean negative log probability in nats of the `tokens` scored tokens."""
 
     perplexity: float
     nll: float
@@ -33,7 +33,7 @@ class Perplexity:
 
 
 def kv_cache_bytes(artifact: Artifact, window: int) -> int:
-    """What the windows in flight need of KV cache, and one for the reserved block."""
+    """Return the bytes of KV cache that the windows in flight need, including the reserved block."""
     limits = CacheLimits(artifact.block_size, window, IN_FLIGHT + 1, window)
     groups = cache_groups(artifact.whole_kv_groups)
     return pools_bytes(groups, limits, pools_for_all(groups, limits))
@@ -45,12 +45,12 @@ def perplexity(
     window: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Perplexity:
-    """Score `token_ids`, a tokenized text. progress: called with (windows done, windows in all).
+    """Score `token_ids`, a tokenized text. progress: called with (windows done, number of windows).
 
-    Raises RequestError if there are less than two tokens.
+    Raises RequestError if there are fewer than two tokens.
     """
     windows = deque(token_ids[start : start + window] for start in range(0, len(token_ids), window))
-    if windows and len(windows[-1]) < 2:  # a last token alone has nothing before it
+    if windows and len(windows[-1]) < 2:  # a window of one token has nothing to score
         windows.pop()
     if not windows:
         raise RequestError(f"the text has {len(token_ids)} tokens; a perplexity needs 2 or more")
@@ -68,7 +68,7 @@ def perplexity(
         assert isinstance(event, Scored), event
         logprobs[event.request_id] = event.score.logprobs
         progress(len(logprobs), total)
-    # The exact sum: the result does not depend on the order in which windows came back.
+    # An exact sum, so the result does not depend on the order in which windows finished.
     count = sum(map(len, logprobs.values()))
     nll = -math.fsum(value for values in logprobs.values() for value in values) / count
     return Perplexity(math.exp(nll), nll, count, window)

@@ -1,4 +1,4 @@
-"""Count the tokens that each expert gets while an artifact runs."""
+"""The count of the tokens that each expert receives while an artifact runs."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inferc.cost.expert_loads import ExpertLoads
 from inferc.errors import UnsupportedError
-from inferc.expert_loads import ExpertLoads
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.engine.engine import Engine
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 
 
 def record_loads(artifact: Artifact, engine: Engine) -> ExpertLoads:
-    """A profile that every step of `engine`, which runs `artifact`, adds to.
+    """Return a profile to which every step of `engine`, which runs `artifact`, adds its routed tokens.
 
-    Raises UnsupportedError for an artifact without experts, of several ranks, or not of compiled code.
+    Raises UnsupportedError for an artifact without experts, of several ranks, or without compiled code.
     """
     num_experts = routed_values(artifact)
     if not num_experts:
         raise UnsupportedError(f"{artifact.path} has no experts whose loads could be recorded")
-    if not isinstance(engine.runner, ModelRunner):
+    if not isinstance(engine.runner, CpuRunner):
         raise UnsupportedError(
             f"{artifact.path}: loads are recorded on an artifact of one rank for the cpu target; compile one without"
             " --tp, --pp and --ep"
@@ -38,7 +38,7 @@ def record_loads(artifact: Artifact, engine: Engine) -> ExpertLoads:
 
 
 def routed_values(artifact: Artifact) -> dict[str, int]:
-    """The values that hold the experts chosen, by name: from how many."""
+    """Return the names of the values that hold chosen experts, with the number of experts they are chosen from."""
     nodes = {node["id"]: node for node in artifact.program["program"]["nodes"]}
     found = {}
     for node in nodes.values():

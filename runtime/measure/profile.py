@@ -1,4 +1,4 @@
-"""Where a step's time goes: each kernel timed through the step's own taps, beside what the machine can do."""
+"""The profile of a step: the time of each kernel, measured by the step's own taps, beside the machine's limits."""
 
 from __future__ import annotations
 
@@ -14,50 +14,53 @@ from inferc.cost.formulas import Step
 from inferc.cost.machine import measure_read
 from inferc.errors import RequestError
 from inferc.runtime.artifact.load import Artifact
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.runtime.step.plan import SampleRows, StepPlan
 
 REPEATS = 5
-COMPUTE_BOUND_TOKENS = 64  # with fewer a product takes as long as its weight is read
+COMPUTE_BOUND_TOKENS = 64  # with fewer tokens, a product's time is the time to read its weight
 PEAK_OF = {4: "float32", 2: "bfloat16", 1: "int8"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the threads of a runner can do at most, measured."""
+    """The measured limits of a runner's threads."""
 
-    bytes_per_s: float  # read from memory
-    flops_per_s: Mapping[str, float]  # products by dtype, from registers or tiles
+    bytes_per_s: float  # read bandwidth of the memory
+    flops_per_s: Mapping[str, float]  # by dtype, the peak of products on operands in registers or tiles
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """One kernel's calls in a step: `ms` is the median over steps of their sum."""
+    """The time of one kernel's calls in a step: `ms` is the median over steps of their sum."""
 
     kernel: str
     calls: int
     ms: float
-    share: float  # of all kernels' time
-    gb_per_s: float | None  # weights and KV cache; None where it reads neither
+    share: float  # the share of all kernels' time
+    gb_per_s: float | None  # reads of weights and KV cache per second; None if it reads neither
     gflops_per_s: float | None
-    of_limit: float | None  # the time that its bytes or its products take at the least, as a share of what it took
+    of_limit: float | None  # the least time that its bytes or products take at the limits, as a share of its time
 
 
 @dataclass(frozen=True)
 class ProductTime:
-    """The matrix products of one size in a step, and what their blocking was chosen for (`codegen/cpp/blocking.py`)."""
+    """The time of a step's matrix products of one size, and the blocking chosen for them.
 
-    n: int  # outputs
+    The blocking is that of `codegen/cpp/blocking.py`.
+    """
+
+    n: int  # the number of outputs
     k: int
-    row_bytes: int  # of an element of the rows
-    weight_bytes: float  # of an element of the weight
+    row_bytes: int  # the bytes of an element of the rows
+    weight_bytes: float  # the bytes of an element of the weight
     calls: int
-    ms: float  # the median over steps of their sum, with all that is fused to them
+    ms: float  # the median over steps of their sum, including fused ops
     rows_at_a_time: int
     k_bytes_at_a_time: int
-    pairs_at_a_time: int  # of panels
+    pairs_at_a_time: int  # pairs of panels
     gflops_per_s: float
-    expected_gflops_per_s: float  # by the model of cost, at the measured peak
+    expected_gflops_per_s: float  # predicted by the cost model from the measured peak
 
     @property
     def of_expected(self) -> float:
@@ -66,38 +69,39 @@ class ProductTime:
 
 @dataclass(frozen=True)
 class StepProfile:
-    num_tokens: int  # new in the step, of all sequences
+    num_tokens: int  # the new tokens of all sequences in the step
     num_seqs: int
-    context_len: int  # tokens that each has cached before it
+    context_len: int  # the tokens that each sequence has in the KV cache before the step
     isa: str
     ms: float
     of_limit: float | None
     kernels: list[KernelTime]
-    products: list[ProductTime]  # of a step with so many tokens that the arithmetic counts, if the limits are known
+    products: list[ProductTime]  # given if the limits are known and the step has enough tokens to be compute-bound
 
 
-def measure_limits(runner: ModelRunner, num_threads: int) -> Limits:
-    """The best of several of each: others may be at work on the machine for a moment."""
+def measure_limits(runner: CpuRunner, num_threads: int) -> Limits:
+    """Measure the limits of the machine as the best of several runs, because other processes may disturb one."""
     peaks = {dtype: max(runner.measure_peak(dtype) for _ in range(12)) for dtype in ("float32", "bfloat16", "int8")}
     return Limits(max(measure_read(num_threads) for _ in range(2)), peaks)
 
 
 def profile_step(
-    runner: ModelRunner,
+    runner: CpuRunner,
     artifact: Artifact,
     num_tokens: int,
     context_len: int,
     num_seqs: int = 1,
     limits: Limits | None = None,
 ) -> StepProfile:
-    """Time a step of `num_tokens` of each sequence after `context_len`: the first run warms up, medians of five count.
+    """Time a step of `num_tokens` of each sequence after `context_len`: one run warms up, medians of five are returned.
 
-    A tap costs two barriers, so the sum is a little more than a step takes without. Raises RequestError for more tokens
-    than the model or the KV pool takes.
+    A tap costs two barriers, so the sum is a little more than the time of a step without taps. Raises RequestError for
+    more tokens than the model or the KV pool takes.
     """
     if num_tokens + context_len > artifact.max_model_len:
         raise RequestError(
-            f"{num_tokens} tokens after {context_len} are more than the {artifact.max_model_len} the model takes; lower one"
+            f"{num_tokens} tokens after {context_len} are more than the {artifact.max_model_len} the model takes; lower"
+            " one"
         )
     kernels = _kernel_of_node(artifact)
     plan = _plan(artifact, runner.num_blocks, num_tokens, context_len, num_seqs)
@@ -135,14 +139,14 @@ def profile_step(
 def _products(
     artifact: Artifact, isa: str, runs: Sequence[Sequence[tuple[int, float]]], num_tokens: int, limits: Limits
 ) -> list[ProductTime]:
-    """The slowest first."""
+    """Return the times of the matrix products, the slowest first."""
     if num_tokens < COMPUTE_BOUND_TOKENS:
         return []
     names = {int(entry["id"]): entry["name"] for entry in artifact.program["observable"]}
     found = []
     for product in artifact.program.get("products", ()):
         nodes = frozenset(product["nodes"])
-        if not nodes:  # the LM head's
+        if not nodes:  # the product of the LM head
             continue
         seconds = statistics.median(sum(each for node, each in run if names[node] in nodes) for run in runs)
         calls = sum(names[node] in nodes for node, _ in runs[0])
@@ -168,7 +172,7 @@ def _products(
 
 @dataclass
 class _Work:
-    """What a kernel does in a step, and the time that it takes at the limits; 0 where they are not known."""
+    """The work of a kernel in a step, and its least time at the limits; 0 if they are unknown."""
 
     num_bytes: float = 0.0
     flops: float = 0.0
@@ -176,7 +180,7 @@ class _Work:
 
 
 def _work(artifact: Artifact, step: Step, limits: Limits | None) -> dict[str, _Work]:
-    """By kernel. Activations are taken to stay in the caches."""
+    """Return the work by kernel. Activations are assumed to stay in the CPU's caches."""
     found: dict[str, _Work] = defaultdict(_Work)
     for op, count in artifact.costs().last.ops.items():
         work = found[op.kernel]
@@ -189,8 +193,8 @@ def _work(artifact: Artifact, step: Step, limits: Limits | None) -> dict[str, _W
     return found
 
 
-def _timed(runner: ModelRunner, plan: StepPlan) -> list[tuple[int, float]]:
-    """(observable node, seconds since the node before) in running order."""
+def _timed(runner: CpuRunner, plan: StepPlan) -> list[tuple[int, float]]:
+    """Return (observable node, seconds since the previous node) in execution order."""
     stamps: list[tuple[int, float]] = []
     start = time.perf_counter()
     runner.set_tap(lambda node: stamps.append((node, time.perf_counter())))
@@ -206,7 +210,7 @@ def _timed(runner: ModelRunner, plan: StepPlan) -> list[tuple[int, float]]:
 
 
 def _kernel_of_node(artifact: Artifact) -> dict[int, str]:
-    """The kernel behind every observable node."""
+    """Return the kernel of every observable node."""
     nodes = {node["id"]: node for node in artifact.program["program"]["nodes"]}
     by_name: dict[str, str] = {}
     for node in nodes.values():
@@ -218,9 +222,10 @@ def _kernel_of_node(artifact: Artifact) -> dict[int, str]:
 
 
 def _plan(artifact: Artifact, pools: Sequence[int], num_tokens: int, context_len: int, num_seqs: int) -> StepPlan:
-    """`num_tokens` new ones of each sequence after its `context_len`, the last row of each sampled.
+    """Return a plan of `num_tokens` new tokens of each sequence after `context_len`; the last row of each is sampled.
 
-    Sequences have blocks of their own, in turn; a pool that holds only a window of a sequence begins again at 1.
+    Each sequence has blocks of its own, assigned in turn. A pool that holds only a window of a sequence starts again at
+    block 1.
     """
     length = context_len + num_tokens
     per_seq = -(-length // artifact.block_size)

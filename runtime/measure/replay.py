@@ -1,7 +1,7 @@
-"""Run what was recorded again, and compare every token and log probability, bit for bit.
+"""The replay of a recording: its sequences run again, and every token and log probability is compared bit for bit.
 
-Each sequence runs as a request of its own, with the seed that it had and as many tokens as it got: what ended it from
-outside (a stop string, an abort, `n` siblings) need not happen again, and whatever ran beside it must not matter.
+Each sequence runs as a request of its own, with its recorded seed and number of tokens. What ended it from outside (a
+stop string, an abort, `n` siblings) need not happen again, and whatever ran beside it must not matter.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from inferc.runtime.runners.cpu.abi import detect_isa
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output
 
-ENDS = ("stop", "length", "error")  # that come from the tokens themselves, and so must come again
+ENDS = ("stop", "length", "error")  # the finish reasons that follow from the tokens themselves, and so must recur
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A token and its log probability, a float32; or the end, and why."""
+    """A token with its float32 log probability, or the end of a sequence with its reason."""
 
     token: int | None
     logprob: float | None
@@ -37,7 +37,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first of a sequence. `position` counts from its first new token."""
+    """The first difference of a sequence. `position` counts from its first new token."""
 
     request: str
     index: int
@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass
 class Replayed:
-    """What came of a replay. `unfinished` sequences had no token yet when they ended: nothing is compared of them."""
+    """The result of a replay. `unfinished` sequences ended before their first token, so nothing of them is compared."""
 
     requests: int = 0
     sequences: int = 0
@@ -65,7 +65,7 @@ class _Run:
     difference: Difference | None = None
 
     def take(self, output: Output) -> None:
-        """Compare what came: at most a token, and the end."""
+        """Compare an output with the recording: at most one token, and the end."""
         recorded = self.recorded
         for token, drawn in zip(output.token_ids, output.logprobs or (), strict=True):
             self._compare(Drawn(token, drawn.logprob))
@@ -93,9 +93,9 @@ class _Run:
 
 
 def replay_params(request: RecordedRequest, recorded: RecordedSequence) -> SamplingParams:
-    """What gives one sequence of a request again, whatever ended it."""
+    """Return the sampling parameters that reproduce one sequence of a request, whatever ended it."""
     asked, count = request.params, len(recorded.token_ids)
-    count += recorded.finish_reason == "error"  # the token that must break again
+    count += recorded.finish_reason == "error"  # one more token, at which the error must recur
     return replace(
         asked,
         n=1,
@@ -113,12 +113,12 @@ def replay_params(request: RecordedRequest, recorded: RecordedSequence) -> Sampl
 
 
 def _bits(value: float | None) -> bytes:
-    """Of the float32; every NaN counts as the same."""
+    """Return the bytes of a float32, with every NaN mapped to the same one."""
     return b"" if value is None else np.float32(math.nan if math.isnan(value) else value).tobytes()
 
 
 def choose(requests: Sequence[RecordedRequest], wanted: str | None) -> list[RecordedRequest]:
-    """All requests, or those of a name or, if none has that name, of an id. Raises RequestError if there is none."""
+    """Return all requests, or those with this name, or else with this id. Raises RequestError if there is none."""
     if wanted is None:
         return list(requests)
     found = [each for each in requests if each.name == wanted] or [each for each in requests if each.id == wanted]
@@ -130,7 +130,7 @@ def choose(requests: Sequence[RecordedRequest], wanted: str | None) -> list[Reco
 
 
 def check_artifact(header: Header, artifact: Artifact) -> None:
-    """Raise where this artifact on this machine cannot give the recorded bits."""
+    """Raise an error if this artifact on this machine cannot reproduce the recorded bits."""
     expected, found = header.identity, str(artifact.manifest["sha256"])
     if found != expected.sha256:
         raise ArtifactError(
@@ -139,15 +139,18 @@ def check_artifact(header: Header, artifact: Artifact) -> None:
         )
     if expected.isa in get_args(Isa) and expected.isa not in detect_isa():
         raise ConfigError(
-            f"the recording was made with isa {expected.isa}, found {', '.join(detect_isa()) or 'none'} on this machine;"
-            " another instruction set may round otherwise, so replay it where there is that one"
+            f"the recording was made with isa {expected.isa}, found {', '.join(detect_isa()) or 'none'} on this"
+            " machine; another instruction set may round otherwise, so replay it where there is that one"
         )
 
 
 def replay(
     engine: Engine, requests: Sequence[RecordedRequest], progress: Callable[[int, int], None] = lambda *_: None
 ) -> Replayed:
-    """Run the sequences of these requests, as many at once as the engine takes. Raises RequestError for one it refuses."""
+    """Run the sequences of these requests, as many at once as the engine accepts.
+
+    Raises RequestError if it refuses one.
+    """
     result = Replayed(requests=len(requests))
     runs: dict[str, _Run] = {}
     for request in requests:

@@ -1,1 +1,1 @@
-"""The KV cache's tier below the arena: what moves, and where it lies."""
+"""The offload tier of the KV cache, below the arena: which blocks move to it, and where they are stored."""

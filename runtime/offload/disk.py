@@ -1,13 +1,13 @@
-"""The lower tier of the KV cache in files, which a later run finds again.
+"""The offload tier of the KV cache in files, which a later run finds again.
 
-Steps on a CPU read them by memory map, behind their own pool; blocks of a GPU come from there and are copied back. Of either
-the page cache is the tier in this machine's memory.
+Steps on a CPU read the files by memory map, behind their own pool; blocks of a GPU are copied to the files and back. In
+both cases the page cache keeps the tier in this machine's memory.
 
-DIR/<hash of what decides the bits>/
-    tier.json     what decides them, and the sizes
-    journal       what lies where: records of 64 bytes, appended
-    group-N       blocks of KV group N, as they lie in the pool; sparse, of the size that the tier may have
-    lock          held by the engine that uses it
+  DIR/<hash of what decides the bits>/
+      tier.json     what decides the bits, and the sizes
+      journal       which block lies where: records of 64 bytes, appended
+      group-N       blocks of KV group N, as they lie in the pool; sparse, with the size that the tier may have
+      lock          held by the engine that uses it
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from inferc.runtime.offload.journal import Journal, Stored, write_all
 from inferc.runtime.offload.manager import Done
 from inferc.runtime.step.cost import FadingMean
 from inferc.runtime.step.plan import I32
-from inferc.system.atomic_file import whole_file
+from inferc.system.atomic_file import atomic_write
 from inferc.system.file_map import ReadAhead, read_whole
 from inferc.system.json_text import parse_json
 from inferc.system.private_files import open_private, private_folder
@@ -50,16 +50,20 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 DEFAULT_BYTES = 16 << 30
-SECONDS_PER_BYTE = 1e-9  # before anything was moved
+SECONDS_PER_BYTE = 1e-9  # the estimate before anything was moved
 Bytes = NDArray[np.uint8]
-ReadBlock = Callable[[int, int, Bytes], None]  # a group's block of the arena, copied to memory here; raises InfercError
+# A function (group, block, to) that copies a block of the arena to memory here; it raises InfercError.
+ReadBlock = Callable[[int, int, Bytes], None]
 
 
 class DiskTier:
-    """Files below `folder` for the blocks of one artifact, at most `size_bytes` of them, and a thread that moves them.
+    """The files below `folder` for the blocks of one artifact, of at most `size_bytes`, and a thread that moves blocks.
 
-    identity: what decides the bits of a block; another one has files of its own. block_bytes: of each KV group.
-    num_blocks: of each group. Raises ConfigError for a folder that cannot be used, or is in use, or a size too small.
+    identity: what decides the bits of a block; each identity has files of its own.
+    block_bytes: the size of a block of each KV group.
+    num_blocks: the number of blocks of each group.
+
+    Raises ConfigError for a folder that cannot be used, or is in use, or a size that is too small.
     """
 
     def __init__(
@@ -86,11 +90,11 @@ class DiskTier:
                 f"--kv-disk {folder}: {error.strerror or error}; give a folder on a local disk that can be written to"
             ) from None
         self._staging = [np.zeros(size, np.uint8) for size in block_bytes]
-        self._below: list[Bytes] = []  # the memory of each file: [blocks, bytes of one]
-        self._first: list[int] = []  # the number of its first block, behind the arena's
+        self._below: list[Bytes] = []  # the memory of each file: [blocks, block_bytes]
+        self._first: list[int] = []  # the number of each file's first block, behind the arena's
         self._read: ReadBlock = _read_none
         self._num_layers: list[int] = []
-        self._checksums: dict[tuple[int, int], bytes] = {}  # of what was copied, until it is committed
+        self._checksums: dict[tuple[int, int], bytes] = {}  # of copied blocks, until they are committed
         self._rate = FadingMean(0.98)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done: deque[Done] = deque()
@@ -99,7 +103,7 @@ class DiskTier:
 
     @property
     def files(self) -> list[int]:
-        """A file descriptor of each group's blocks."""
+        """The file descriptors of the groups' blocks."""
         return self._files
 
     def names(self, group: int) -> dict[int, bytes]:
@@ -118,7 +122,7 @@ class DiskTier:
         self._thread.start()
 
     def map_files(self) -> list[Bytes]:
-        """The files in memory, to be read: [blocks, block_bytes] of each group."""
+        """Map the files to memory for reading: [blocks, block_bytes] of each group."""
         self._below = [
             np.frombuffer(mmap.mmap(file, count * size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8).reshape(count, size)
             for file, count, size in zip(self._files, self.num_blocks, self.block_bytes, strict=True)
@@ -126,12 +130,15 @@ class DiskTier:
         return self._below
 
     def attach_device(self, num_blocks: Sequence[int], read: ReadBlock) -> None:
-        """Begin to work on the pools of a GPU, of so many blocks, which `read` copies from there; the files are mapped."""
+        """Begin to work on the pools of a GPU with `num_blocks` blocks, which `read` copies from there.
+
+        The files must be mapped.
+        """
         self._first, self._read, self._num_layers = list(num_blocks), read, [1] * len(num_blocks)
         self._thread.start()
 
     def close(self) -> None:
-        """End what was asked for, and let others have the files."""
+        """Finish the queued work, and release the files for other engines."""
         if self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join()
@@ -142,7 +149,10 @@ class DiskTier:
     # ------------------------------------------------------------------------------------------------ files
 
     def _sizes(self, size_bytes: int | Literal["auto"]) -> tuple[int, ...]:
-        """As many blocks of each group: a sequence has as many of all that attend to everything."""
+        """Return the number of blocks of each group, which is the same for all.
+
+        A sequence has equally many blocks of all groups with full attention.
+        """
         each = sum(self.block_bytes)
         if size_bytes != "auto":
             size = size_bytes
@@ -163,7 +173,7 @@ class DiskTier:
         is_valid = path.exists() and _read_json(about) == header
         if path.exists() and not is_valid:
             log.warning("%s is damaged or of another version of inferc: the KV cache on disk begins empty", about)
-        with whole_file(about, private=True) as partial:
+        with atomic_write(about, private=True) as partial:
             partial.write_text(json.dumps(header, indent=1) + "\n")
         return Journal(path, self.num_blocks, is_valid)
 
@@ -171,7 +181,10 @@ class DiskTier:
         return open_private(self.folder / f"group-{index}", os.O_RDWR)
 
     def _size_file(self, index: int) -> None:
-        """Sparse; where somebody has cut it zeros are read, which have no block's checksum."""
+        """Set the file's size, which leaves it sparse.
+
+        A part that was cut off reads as zeros, which match no block's checksum.
+        """
         os.ftruncate(self._files[index], self.num_blocks[index] * self.block_bytes[index])
 
     # ------------------------------------------------------------------------------------------------ moves
@@ -196,7 +209,7 @@ class DiskTier:
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def read_ahead(self, tables: Sequence[I32]) -> None:
-        """Begin to read what a step will find in the files, layer by layer, if steps have been waiting for the disk."""
+        """Begin to read the file blocks that a step needs, layer by layer, if steps have waited for the disk."""
         if not self._ahead.is_needed():
             return
         spans: list[list[tuple[int, int]]] = []
@@ -212,7 +225,8 @@ class DiskTier:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except OSError as error:  # of the journal: bytes without a record are of no use to later runs, that is all
+            # The journal cannot be written: bytes without a record are only of no use to later runs.
+            except OSError as error:
                 log.warning("%s: %s", self.folder, error.strerror or error)
 
     def _timed(self, move: Callable[..., str | None], group: int, below: int, *more: int) -> None:
@@ -221,7 +235,7 @@ class DiskTier:
             failure = move(group, below, *more)
         except OSError as error:
             failure = f"{self.folder}: {error.strerror or error}"
-        except InfercError as error:  # of the device
+        except InfercError as error:  # the device failed
             failure = str(error)
         if failure is None:
             self._rate.add((time.perf_counter() - started) / self.block_bytes[group])
@@ -232,7 +246,8 @@ class DiskTier:
 
     def _copy(self, group: int, below: int, block: int) -> str | None:
         place, data = self._place(group, below), self._staging[group]
-        self._read(group, block, data)  # which may change: what is written has the checksum in any case
+        # The block may change meanwhile; the checksum is of the bytes that are written in any case.
+        self._read(group, block, data)
         self._journal.take_back(group, place)
         write_all(self._files[group], data.data, place * self.block_bytes[group])
         self._checksums[group, place] = xxhash.xxh3_128_digest(data.data)
@@ -279,9 +294,9 @@ def _read_json(path: Path) -> Any:
 def open_disk(
     artifact: Artifact, config: EngineConfig, groups: Sequence[CacheGroup], computed_by: Callable[[], str]
 ) -> DiskTier | None:
-    """The offload tier of an artifact's KV cache, where the config asks for one.
+    """Open the offload tier of an artifact's KV cache if the config asks for one.
 
-    computed_by: what decides the bits of K and V, an instruction set or a chip; those of another are not found in it.
+    computed_by: what decides the bits of K and V: an instruction set or a chip. Blocks of another one are not found.
     """
     if config.kv_disk is None:
         return None

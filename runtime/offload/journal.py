@@ -1,8 +1,8 @@
-"""What lies where in the files of the KV cache: records that are appended, and read by the next run.
+"""The journal of the KV cache's files: appended records of which block lies where, read by the next run.
 
-A block's record is written behind its bytes and holds their checksum, and the record of what lay there before is taken back
-before they are overwritten. So neither a process that is killed nor a machine that loses power leaves a block that is taken
-for another: what does not have its checksum is not used.
+A block's record is written after its bytes and holds their checksum; the record of the block that lay there before is
+revoked before its bytes are overwritten. So neither a process that is killed nor a machine that loses power leaves a
+block that is taken for another: a block that does not match its checksum is not used.
 """
 
 from __future__ import annotations
@@ -15,29 +15,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inferc.system.atomic_file import whole_file
+from inferc.system.atomic_file import atomic_write
 
 log = logging.getLogger(__name__)
 
-RECORD = struct.Struct("<4sHBxI32s16s")  # magic, group, kind, place, name, checksum; behind it a CRC-32 of these
+# magic, group, kind, place, name, checksum; a CRC-32 of these follows.
+RECORD = struct.Struct("<4sHBxI32s16s")
 RECORD_BYTES = RECORD.size + 4
 MAGIC = b"ikv1"
 COMMIT, DROP = 1, 2
-COMPACT_ABOVE = 1 << 16  # records of what is not there any more
+# The file is rewritten when it has this many records more than twice the number of live blocks.
+COMPACT_ABOVE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A block's hash, and the XXH3-128 of its bytes."""
+    """A block's hash, and the XXH3-128 checksum of its bytes."""
 
     name: bytes
     checksum: bytes
 
 
 class Journal:
-    """live: what lies at each KV group and place, the one that was stored first first.
+    """The journal of the blocks of all KV groups, kept in memory and in a file.
 
-    sizes: places of each group; what lies behind them is left out. is_valid False: what the file says is of no use.
+    live: the block at each (KV group, place), in the order in which they were stored.
+    sizes: the number of places of each group; records of places beyond it are dropped.
+    is_valid: False if the file's content must not be used.
+
     Raises OSError.
     """
 
@@ -63,8 +68,8 @@ class Journal:
             log.warning("%s: %d of its records are damaged, and what they name is not used", self._path, damaged)
 
     def _write_anew(self) -> None:
-        """Without what is not there any more."""
-        with whole_file(self._path, private=True) as partial, partial.open("wb") as file:
+        """Rewrite the file without the records of blocks that are not there any more."""
+        with atomic_write(self._path, private=True) as partial, partial.open("wb") as file:
             for (group, place), stored in self.live.items():
                 file.write(_record(group, COMMIT, place, stored))
         self.close()
@@ -72,12 +77,12 @@ class Journal:
         self._num_records = len(self.live)
 
     def commit(self, group: int, place: int, stored: Stored) -> None:
-        """What lies at a place, from now on."""
+        """Record which block lies at a place from now on."""
         self.live[group, place] = stored
         self._append(_record(group, COMMIT, place, stored))
 
     def take_back(self, group: int, place: int) -> None:
-        """What lies at a place is of no use."""
+        """Record that the block at a place must not be used."""
         if self.live.pop((group, place), None) is not None:
             self._append(_record(group, DROP, place, Stored(b"", b"")))
 
@@ -103,7 +108,7 @@ def _crc(body: bytes) -> bytes:
 
 
 def write_all(file: int, data: bytes | memoryview, offset: int | None = None) -> None:
-    """Write all of it, at an offset or at the end. Raises OSError."""
+    """Write all of `data`, at an offset or at the end; raise OSError."""
     while len(data):
         count = os.write(file, data) if offset is None else os.pwrite(file, data, offset)
         data = data[count:]

@@ -1,13 +1,14 @@
-"""What moves between the arena and the lower tier of the KV cache, and when.
+"""The manager of the offload tier of the KV cache: which blocks move between it and the arena, and when.
 
-A block of the lower tier is read by steps as it lies, or copied by the step that needs it first (`KVCacheManager`). What goes
-down is always a copy of a full block: of one that nobody has and that can be found (write-behind), of a preempted sequence
-if that is cheaper than to compute it again (swap), or, where steps read there, of the oldest blocks of a running sequence
-that is longer than the arena (spill). Copies are made beside the steps, by a mover. A copy counts if its block was not
-given to somebody else meanwhile: full blocks do not change.
+Steps read a block of the offload tier directly, or the step that needs it first copies it to the arena
+(`KVCacheManager`). Only copies of full blocks are offloaded: blocks that no sequence has and that can be found
+(write-behind), blocks of a preempted sequence if copying is cheaper than computing them again (swap), and, if steps can
+read the tier directly, the oldest blocks of a running sequence that is longer than the arena (spill). A mover makes the
+copies beside the steps. A copy is valid if its block was not given to another sequence meanwhile: full blocks do not
+change.
 
-What an earlier run left is checked before it can be found; a sequence that could use it waits for that, unless computing it
-again is expected to take less time.
+Blocks that an earlier run left are verified before they can be found. A sequence that could use them waits for that,
+unless computing them again is expected to take less time.
 """
 
 from __future__ import annotations
@@ -28,64 +29,68 @@ from inferc.runtime.step.sequence import Sequence as Seq
 
 log = logging.getLogger(__name__)
 
-PAUSE = 60.0  # seconds without a copy after one that failed
-Place = tuple[int, int]  # a KV group and a block of its lower tier
+PAUSE = 60.0  # seconds without copies after one that failed
+Place = tuple[int, int]  # (KV group, block of its offload tier)
 
 
 @dataclass(frozen=True)
 class Done:
-    """A copy or a check that the mover has ended. `failure` says why it did not do; a check's is of the bytes."""
+    """A copy or a check that the mover has finished.
+
+    failure: why it failed, or None; the failure of a check is about the bytes.
+    """
 
     place: Place
     failure: str | None = None
 
 
 class BlockMover(Protocol):
-    """Copies and checks bytes beside the steps, in the order in which it is asked to."""
+    """The interface to copy and verify bytes beside the steps, in the order of the calls."""
 
     @property
     def seconds_per_byte(self) -> float:
-        """Of copies and checks so far."""
+        """The time that copies and checks took so far, per byte."""
 
     def names(self, group: int) -> Mapping[int, bytes]:
-        """What an earlier run left, by block: the one that was stored first first."""
+        """Return the hashes of the blocks that an earlier run left, by block, the earliest stored first."""
 
     def copy(self, group: int, block: int, below: int) -> None:
-        """Copy a block of the arena, which may change meanwhile, to the lower tier."""
+        """Copy a block of the arena, which may change meanwhile, to the offload tier."""
 
     def commit(self, group: int, below: int, name: bytes) -> None:
-        """What was copied last to this place is this, also for later runs."""
+        """Record that the last copy to this place is the block with this hash, also for later runs."""
 
     def check(self, group: int, below: int) -> None:
-        """Read a block of an earlier run."""
+        """Read and verify a block of an earlier run."""
 
     def forget(self, group: int, below: int) -> None:
-        """What lies here is of no use to later runs."""
+        """Record that the block at this place is of no use to later runs."""
 
     def take_done(self) -> list[Done]:
-        """What has ended since the last call."""
+        """Return what has finished since the last call."""
 
     def read_ahead(self, tables: Sequence[I32]) -> None:
-        """A step will read these block tables' blocks, one table a group, layer by layer."""
+        """Announce that a step will read the blocks of these block tables, one table per group, layer by layer."""
 
     def close(self) -> None:
-        """End what was asked for."""
+        """Finish the queued work."""
 
 
 @dataclass
 class _Copy:
-    index: int  # of its KV group
+    index: int  # the KV group
     block: int
     name: bytes
     generation: int
-    step: int  # that must have landed: until then what it reads may not have been computed
-    is_spilled: bool = False  # sequences that run use the copy instead
-    is_held: bool = False  # nobody gets the block before it is copied
+    # The step that must have landed before: until then the block may not have been computed.
+    step: int
+    is_spilled: bool = False  # running sequences use the copy instead
+    is_held: bool = False  # the block is not given out before it is copied
     below: int = 0
 
 
 class OffloadManager:
-    """Decides for a cache with a lower tier. Called between steps; `look` once before each."""
+    """The manager of a cache with an offload tier; it is called between steps, and `look` once before each."""
 
     def __init__(
         self,
@@ -96,17 +101,17 @@ class OffloadManager:
     ) -> None:
         self.cache = cache
         self.forecast = forecast
-        self.num_stored = self.num_spilled = self.num_swapped = self.num_damaged = 0  # blocks
+        self.num_stored = self.num_spilled = self.num_swapped = self.num_damaged = 0  # numbers of blocks
         self._mover = mover
         self._block_bytes = [cache.block_size * group.spec.bytes_per_token for group in cache.groups]
         self._clock = clock
-        self._wanted: deque[_Copy] = deque()  # by somebody who waits for it
+        self._wanted: deque[_Copy] = deque()  # copies that wait for a step to land
         self._moving: dict[Place, _Copy] = {}
-        self._spilling: set[tuple[int, int]] = set()  # groups and blocks of the arena
+        self._spilling: set[tuple[int, int]] = set()  # (group, block of the arena)
         self._num_held = 0
         self._keep = np.array([group.keep for group in cache.groups])[:, None]
-        self._checking: dict[Place, int] = {}  # and the generation of what is checked
-        self._fetching: dict[Seq, set[Place]] = {}  # what is still to be checked for each
+        self._checking: dict[Place, int] = {}  # the generation of each block that is being verified
+        self._fetching: dict[Seq, set[Place]] = {}  # what is still to be verified for each sequence
         self._paused_until = 0.0
         self._stored = [store.pool for store in cache.stores]
         for index, pool in enumerate(self._stored):
@@ -114,12 +119,12 @@ class OffloadManager:
 
     @property
     def is_paused(self) -> bool:
-        """After a copy that failed: nothing can be stored for a while."""
+        """Whether nothing can be stored for a while, because a copy failed."""
         return self._clock() < self._paused_until
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything moves, or is about to."""
+        """Whether any block moves, or is about to."""
         idle = any(pool.idle for pool in self.cache.pools) and not self.is_paused
         return bool(self._wanted or self._moving or self._checking or idle)
 
@@ -130,20 +135,21 @@ class OffloadManager:
 
     @property
     def num_fetching(self) -> int:
-        """Sequences that wait for a check."""
+        """The number of sequences that wait for a check."""
         return len(self._fetching)
 
     @property
     def usage(self) -> float:
-        """Share of the fullest group's lower tier that holds something."""
+        """The share of the fullest group's offload tier that holds blocks."""
         return max(1.0 - len(pool.free) / max(1, pool.size) for pool in self._stored)
 
     # ---------------------------------------------------------------------------------------------- down
 
     def look(self, order: I64, num_tokens: I64, seqs: Sequence[Seq | None], scheduled: int, landed: int) -> list[Seq]:
-        """Take what has moved, start what shall move. Returns sequences whose check is over.
+        """Take the copies that are done, start new ones, and return the sequences whose check is over.
 
-        order, num_tokens, seqs: of the batch; scheduled, landed: numbers of the last steps of which this is so.
+        order, num_tokens, seqs: those of the batch.
+        scheduled, landed: the numbers of the last steps that were scheduled and that landed.
         """
         ready: list[Seq] = []
         for done in self._mover.take_done():
@@ -159,7 +165,7 @@ class OffloadManager:
         return ready
 
     def _want_idle(self, scheduled: int) -> None:
-        """Copy what nobody has, before somebody gets its place."""
+        """Request copies of blocks that no sequence has, before their place is reused."""
         for index, pool in enumerate(self.cache.pools):
             assert pool.idle is not None
             while pool.idle and len(self._moving) + len(self._wanted) < MOVING:
@@ -169,7 +175,7 @@ class OffloadManager:
                     self._want(_Copy(index, block, name, int(pool.generation[block]), scheduled))
 
     def _want(self, copy: _Copy) -> None:
-        """Give a copy its place now: when the steps have landed that may still read what was there, it is made."""
+        """Give a copy its place now; it is made when the steps that may still read what was there have landed."""
         stored = self._stored[copy.index]
         if copy.name in stored.block_of or not stored.num_free:
             self._end(copy)
@@ -200,7 +206,7 @@ class OffloadManager:
                 log.warning("nothing is stored in the lower tier of the KV cache for a while: %s", done.failure)
             self._paused_until = self._clock() + PAUSE
         elif is_same and copy.name not in stored.block_of:
-            stored.publish(copy.below, copy.name, pool.kept.priority_of.get(copy.block, 0))
+            stored.cache_block(copy.below, copy.name, pool.kept.priority_of.get(copy.block, 0))
             self._mover.commit(copy.index, copy.below, copy.name)
             self.num_stored += 1
         self._release(copy)
@@ -209,7 +215,7 @@ class OffloadManager:
         self._end(copy)
 
     def _end(self, copy: _Copy) -> None:
-        """Nothing keeps the block any more."""
+        """Release what kept the block of a copy from being reused."""
         self._spilling.discard((copy.index, copy.block))
         if copy.is_held:
             pool = self.cache.pools[copy.index]
@@ -231,9 +237,9 @@ class OffloadManager:
                     self.spill(index, slot, seqs, int(held[index, row]) - group.keep, scheduled, order)
 
     def spill(self, index: int, slot: int, seqs: Sequence[Seq | None], count: int, scheduled: int, order: I64) -> bool:
-        """Let a running sequence have its first `count` full blocks of the arena in the lower tier instead, in time.
+        """Move the first `count` full arena blocks of a running sequence to the offload tier, as their copies are done.
 
-        Returns whether any will be free by that.
+        Returns whether any block will be free by that.
         """
         cache, seq = self.cache, seqs[slot]
         pool, stored, table = cache.pools[index], self._stored[index], cache.tables[index]
@@ -254,14 +260,14 @@ class OffloadManager:
         return bool(self._spilling) or self.num_spilled > num_spilled
 
     def may_swap(self, num_tokens: int, num_blocks: Sequence[int]) -> bool:
-        """Whether to copy so much and read it again is expected to take less time than to compute it again."""
+        """Return whether copying these blocks and reading them again is expected to beat computing them again."""
         if self.is_paused or not self.forecast.cost.is_known:
             return False
         size = sum(count * of for count, of in zip(num_blocks, self._block_bytes, strict=True))
         return 2 * size * self._mover.seconds_per_byte < self.forecast.prompt_seconds(num_tokens)
 
     def save(self, slot: int, hashes: Sequence[bytes], scheduled: int) -> None:
-        """Copy what only a sequence has that is about to be preempted, before anybody gets it; the last blocks first."""
+        """Copy the blocks that only a sequence about to be preempted has, before they are reused, the last first."""
         cache = self.cache
         for index, (pool, stored, table) in enumerate(zip(cache.pools, self._stored, cache.tables, strict=True)):
             begin, end = int(cache.begins[index, slot]), int(cache.num_cached_blocks[slot])
@@ -278,9 +284,10 @@ class OffloadManager:
     # ------------------------------------------------------------------------------- of an earlier run
 
     def fetch(self, seq: Seq, num_found: int, num_blocks: int) -> bool:
-        """Have what an earlier run left of a sequence's first blocks checked; whether it is to wait for that.
+        """Verify the blocks that an earlier run left for a sequence, and return whether it must wait for that.
 
-        num_found: blocks that can be found now; num_blocks: at most, of which the hashes are known.
+        num_found: the number of blocks that can be found now.
+        num_blocks: the most that can be found, whose hashes are known.
         """
         wanted = self._unchecked(seq.hashes[:num_blocks])
         if not wanted:
@@ -339,5 +346,5 @@ class OffloadManager:
         return seq in self._fetching
 
     def abandon(self, seq: Seq) -> None:
-        """A sequence that waits for a check has ended."""
+        """Forget a sequence that has ended while it waited for a check."""
         del self._fetching[seq]

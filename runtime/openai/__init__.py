@@ -1,1 +1,1 @@
-"""OpenAI's requests and answers, whatever carries them."""
+"""The requests and responses of OpenAI's interface, independent of their transport."""

@@ -1,4 +1,4 @@
-"""What was generated as OpenAI's objects, whatever carries them."""
+"""The conversion of generated output into OpenAI's response objects, independent of their transport."""
 
 from __future__ import annotations
 
@@ -14,38 +14,49 @@ from inferc.runtime.openai.request import FIXED, FIXED_OF_EMBEDDINGS, SAMPLING, 
 from inferc.runtime.step.plan import Logprobs
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
-NOTHING = CompletionOutput(0, finish_reason="length")  # where nothing was to be generated
+NOTHING = CompletionOutput(0, finish_reason="length")  # the output of a request that generates nothing
 FIELDS = frozenset(
     (
-        *(*SAMPLING, *FIXED, *FIXED_OF_EMBEDDINGS, *openai_fields.COMPLETION, *openai_fields.CHAT),
-        *(*openai_fields.RESPONSE, *openai_fields.TOKENIZE, *openai_fields.DETOKENIZE, *openai_fields.EMBEDDING),
+        *SAMPLING,
+        *FIXED,
+        *FIXED_OF_EMBEDDINGS,
+        *openai_fields.COMPLETION,
+        *openai_fields.CHAT,
+        *openai_fields.RESPONSE,
+        *openai_fields.TOKENIZE,
+        *openai_fields.DETOKENIZE,
+        *openai_fields.EMBEDDING,
     )
 )
 
-Token: TypeAlias = tuple[str, list[int] | None]  # its text, and its bytes where they are known
+Token: TypeAlias = tuple[str, list[int] | None]  # (its text, its bytes or None if they are unknown)
 TokenOf: TypeAlias = Callable[[int], Token]
 
 
 @dataclass(frozen=True)
 class EchoedPrompt:
-    """A prompt that is told again: rows of each token but the first, where its log probabilities were asked for."""
+    """A prompt that the response repeats.
+
+    rows: for each token but the first, if log probabilities were requested.
+    """
 
     text: str
     token_ids: Sequence[int]
     rows: Sequence[Logprobs] | None = None
-    offsets: Sequence[int] = ()  # of each token in the text, where that was asked for
+    offsets: Sequence[int] = ()  # where each token begins in the text, if requested
 
     @property
     def scored(self) -> list[tuple[int, Logprobs | None]]:
-        """Its tokens with their log probabilities."""
+        """Return the prompt's tokens with their log probabilities."""
         rows = [None] * len(self.token_ids) if self.rows is None else [None, *self.rows]
         return list(zip(self.token_ids, rows, strict=True))
 
 
 def prompt_offsets(text: str, token_ids: Sequence[int], token: TokenOf, special: Collection[int]) -> list[int]:
-    """Where each token of a prompt begins in its text, in characters.
+    """Return where each token of a prompt begins in its text, in characters.
 
-    Special tokens that the text does not have (the tokenizer adds them, BOS for example) take no place, nor does a first space of its.
+    Special tokens that are not in the text (which the tokenizer adds, such as BOS) have no width, nor has a leading
+    space that the tokenizer adds.
     """
     data = text.encode(errors="surrogatepass")
     starts = [index for index, char in enumerate(text) for _ in range(len(char.encode(errors="surrogatepass")))]
@@ -64,7 +75,7 @@ def prompt_offsets(text: str, token_ids: Sequence[int], token: TokenOf, special:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a prompt, those of them that were found in the prefix cache, and those of its answer."""
+    """The token counts of a prompt, of its part that was found in the prefix cache, and of its outputs."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -73,7 +84,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one prompt was answered with; cached_tokens of it were found in the prefix cache."""
+    """The outputs for one prompt, with its token counts; cached_tokens were found in the prefix cache."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -88,10 +99,10 @@ class Answer:
 def response_body(
     request: OpenAIRequest, answers: Sequence[Answer], name: str, model: str, created: int, token: TokenOf
 ) -> dict[str, Any]:
-    """The object that answers a whole request, without what it tells of its prompts; `answers` in the order of these.
+    """Return the response object of a whole request, without any echo of its prompts.
 
-    name: makes its id; created: seconds since 1970. token: what a token id stands for, asked where there are log
-    probabilities.
+    answers: in the order of the prompts; name: makes its id; created: seconds since 1970; token: returns what a token
+    id stands for, called where there are log probabilities.
     """
     is_chat = request.kind == "chat"
     choices = [
@@ -110,7 +121,7 @@ def response_body(
 
 
 def choice_body(request: OpenAIRequest, output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
-    """A choice of a whole answer, without its index."""
+    """Return a choice of a whole response, without its index."""
     choice = _chat_choice(output, token) if request.kind == "chat" else _completion_choice(output, token)
     if request.return_token_ids:
         choice["token_ids"] = output.token_ids
@@ -118,7 +129,7 @@ def choice_body(request: OpenAIRequest, output: CompletionOutput, token: TokenOf
 
 
 def prompt_rows(rows: Sequence[Logprobs], token: TokenOf) -> list[dict[str, Any]]:
-    """Log probabilities of a prompt's tokens but the first, by token id, as vLLM has them."""
+    """Return the log probabilities of a prompt's tokens except the first, by token id, in vLLM's form."""
     return [
         {
             str(each): {"logprob": finite(value), "rank": rank, "decoded_token": token(each)[0]}
@@ -134,7 +145,7 @@ def _with_ranks(row: Logprobs) -> list[tuple[int, float, int]]:
 
 
 def error_body(error: InfercError) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the object that tell of an error."""
+    """Return the HTTP status and the response object of an error."""
     status, kind = 500, "server_error"
     if isinstance(error, RequestError):
         status, kind = 400, "invalid_request_error"
@@ -144,13 +155,13 @@ def error_body(error: InfercError) -> tuple[int, dict[str, Any]]:
 
 
 def field_of(message: str) -> str | None:
-    """The field that a message of ours begins with, if it does."""
+    """Return the field that an error message of inferc begins with, or None."""
     found = re.match(r"([a-z_]+)(?:[.\[].{0,200}?)?(?::| is )", message, re.DOTALL)
     return found[1] if found is not None and found[1] in FIELDS else None
 
 
 def usage_body(usages: Sequence[Usage]) -> dict[str, Any]:
-    """The sum of them, as OpenAI tells it."""
+    """Return the sum of the usages as OpenAI's object."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     output_tokens = sum(usage.output_tokens for usage in usages)
     return {
@@ -173,9 +184,10 @@ def _completion_choice(output: CompletionOutput, token: TokenOf) -> dict[str, An
 def completion_logprobs(
     rows: Sequence[tuple[int, Logprobs | None]], token: TokenOf, offset: int = 0, known: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Lists with an entry for each token: of a text's first one nothing is known (None).
+    """Return OpenAI's lists of log probabilities, with an entry per token; that of a text's first token is None.
 
-    The chosen token is among its `top_logprobs`. known: where in the text the first tokens begin; offset: where those behind them do.
+    The chosen token is among its `top_logprobs`. known: where in the text the first tokens begin; offset: where the
+    tokens after those begin.
     """
     names = [_name(each, token) for each, _ in rows]
     offsets = list(known)
@@ -191,7 +203,7 @@ def completion_logprobs(
 
 
 def _top(row: Logprobs, token: TokenOf) -> dict[str, float]:
-    """By the tokens' texts; of two with the same text the likelier."""
+    """Return the log probabilities by token text; of two tokens with the same text, the likelier one's."""
     found: dict[str, float] = {}
     for each, value in (*row.top, (row.token_id, row.logprob)):
         name = _name(each, token)
@@ -200,7 +212,7 @@ def _top(row: Logprobs, token: TokenOf) -> dict[str, float]:
 
 
 def _name(token_id: int, token: TokenOf) -> str:
-    """A token's text; of one that is a part of a character its bytes, as OpenAI's completions have it."""
+    """Return a token's text, or its bytes if it is part of a character, in the notation of OpenAI's completions."""
     text, data = token(token_id)
     if data is not None and "\ufffd" in text and text.encode() != bytes(data):
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,6 +1,6 @@
-"""The two files of an offline batch, in OpenAI's batch form: requests, and their answers as they come, an object a line.
+"""The two files of an offline batch in OpenAI's format: requests, and answers in order of completion, one per line.
 
-Neither is ever held in memory: of the requests an index is kept, of the answers which of the requests have one.
+Neither is ever held in memory: of the requests an index is kept, and of the answers the set of answered requests.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, final
-
-from typing_extensions import Self
+from typing import Any, Self, final
 
 from inferc.errors import ConfigError, InfercError, shown
 from inferc.runtime.openai.request import URLS
@@ -24,13 +22,15 @@ from inferc.system.json_text import parse_json
 from inferc.system.private_files import open_private
 
 REPORT_EVERY = 256  # lines
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair is no character
-FIRST_LENGTH, GROWTH, DIGEST_BYTES = 32, 1.25, 3  # of the beginnings that are hashed to find neighbours
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair is not a character
+# The prefixes that are hashed to sort similar prompts together: the length of the first, the growth factor of the
+# length, and the bytes of a digest.
+FIRST_LENGTH, GROWTH, DIGEST_BYTES = 32, 1.25, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where a request is; `key` sorts requests so that those that begin alike are neighbours."""
+    """The place of a request in the file; sorting by `key` puts requests with a common prefix next to each other."""
 
     number: int
     offset: int
@@ -39,7 +39,7 @@ class Line:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line of the input."""
+    """One line of the input file."""
 
     number: int
     custom_id: str
@@ -49,9 +49,9 @@ class BatchRequest:
 
 @final
 class BatchInput:
-    """The file of requests, all of it checked. Close it when done, or use it as a context manager.
+    """The file of requests, all of which is checked. Close it when done, or use it as a context manager.
 
-    Raises ConfigError with the line at fault.
+    Raises ConfigError naming the faulty line.
     """
 
     def __init__(self, path: Path, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> None:
@@ -74,11 +74,11 @@ class BatchInput:
             raise ConfigError(f"{path} holds no requests; expected a JSON object in each line")
 
     def order(self, keep: bool) -> list[Line]:
-        """All lines, those with equal beginnings of their prompts side by side; or as they are in the file."""
+        """Return all lines: in file order if `keep`, else with equal prompt prefixes next to each other."""
         return self.lines if keep else sorted(self.lines, key=lambda line: line.key)
 
     def read(self, line: Line) -> BatchRequest:
-        """The request of a line. Raises ConfigError if the file is not what it was when it was checked."""
+        """Return the request of a line. Raises ConfigError if the file has changed since it was checked."""
         if self._now() != self._stamp:
             raise ConfigError(
                 f"{self.path} was changed while it was being answered; leave it as it is, and begin again"
@@ -102,7 +102,7 @@ class BatchInput:
         return found.st_size, found.st_mtime_ns
 
     def _check(self, progress: Callable[[str, int, int], None]) -> str:
-        """Fill the index; returns the fingerprint of the content."""
+        """Fill the index, and return the fingerprint of the content."""
         content = hashlib.sha256()
         seen: dict[str, int] = {}
         offset, total = 0, self._stamp[0]
@@ -150,17 +150,20 @@ class BatchInput:
 
 
 def _beginning(body: Mapping[str, Any]) -> bytes:
-    """What decides which cached prefixes a request can use, as bytes that are equal as far as prompts are."""
+    """Return what decides which cached prefixes a request can use, as bytes.
+
+    Two results share a prefix as far as the prompts do.
+    """
     prompt = body.get("messages", body.get("prompt"))
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]  # of several, the first
+        prompt = prompt[0]  # of several prompts, the first one counts
     return json.dumps([body.get("cache_salt"), prompt]).encode()
 
 
 def _key(text: bytes) -> bytes:
-    """Hashes of beginnings of a text, ever longer ones: two keys are equal as far as their texts are.
+    """Return the hashes of ever longer prefixes of a text: two keys share a prefix as far as their texts do.
 
-    A few hundred bytes at most, however long the text is.
+    A key is a few hundred bytes at most, however long the text is.
     """
     running, key, start, length = hashlib.blake2b(digest_size=DIGEST_BYTES), b"", 0, float(FIRST_LENGTH)
     while (end := int(length)) <= len(text):
@@ -175,7 +178,7 @@ def _key(text: bytes) -> bytes:
 
 @dataclass
 class Totals:
-    """Of the answers so far, those of earlier runs included."""
+    """The totals over all answers so far, including those of earlier runs."""
 
     requests: int = 0
     failed: int = 0
@@ -184,7 +187,7 @@ class Totals:
     cached_tokens: int = 0
 
     def add(self, response: Mapping[str, Any]) -> None:
-        """Count what is in the `response` of an answer."""
+        """Count what the `response` of an answer contains."""
         self.requests += 1
         self.failed += response["status_code"] != 200
         usage = response["body"].get("usage") or {}
@@ -195,18 +198,18 @@ class Totals:
 
 @final
 class BatchOutput:
-    """The answers, in `OUT.partial` until all are there.
+    """The file of answers, named `OUT.partial` until all are there.
 
-    Each has an id made of the input's fingerprint and its line, which is how a run that was interrupted finds out which
-    it has. A torn line at the end is dropped. Raises ConfigError, with nothing changed, for an output that exists, or the
-    partial one of another input, unless `force`; and if another run is at it.
+    Each answer has an id made of the input's fingerprint and its line, by which a run finds out what an interrupted run
+    has answered. A torn line at the end is dropped. Raises ConfigError, with nothing changed, for an output that
+    exists, for the partial output of another input (unless `force`), and while another run writes it.
     """
 
     def __init__(self, path: Path, fingerprint: str, force: bool = False) -> None:
         self.path = path
         self.partial = path.with_name(f"{path.name}.partial")
-        self.answered: set[int] = set()  # lines of the input
-        self.models: set[str] = set()  # that answered
+        self.answered: set[int] = set()  # the answered lines of the input
+        self.models: set[str] = set()  # the names of the models that answered
         self.totals = Totals()
         self._prefix = f"batch_req_{fingerprint}_"
         if path.exists() and not (force and path.is_file()):
@@ -227,7 +230,7 @@ class BatchOutput:
             raise
 
     def append(self, request: BatchRequest, request_id: str, status: int, body: Mapping[str, Any]) -> None:
-        """Write an answer. Raises InfercError if there is no room for it."""
+        """Write an answer. Raises InfercError if it cannot be written, for example on a full disk."""
         response = {"status_code": status, "request_id": request_id, "body": body}
         name = f"{self._prefix}{request.number}"
         value = {"id": name, "custom_id": request.custom_id, "response": response, "error": None}
@@ -241,7 +244,7 @@ class BatchOutput:
         self.answered.add(request.number)
 
     def finish(self) -> None:
-        """All answers are there: give the file its name."""
+        """Give the file its final name, once all answers are there."""
         try:
             os.fsync(self._file.fileno())
             self.partial.replace(self.path)
@@ -255,7 +258,7 @@ class BatchOutput:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self.answered:
-            self.partial.unlink(missing_ok=True)  # while it is locked: nothing is lost by it
+            self.partial.unlink(missing_ok=True)  # while it is locked; it holds no answer
         self._file.close()
 
     def _resume(self, force: bool) -> None:
@@ -280,7 +283,7 @@ class BatchOutput:
         self._file.truncate(end)
 
     def _whole_lines(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """Each line that has an end, as JSON ({} if it is none), and its bytes."""
+        """Yield each complete line as JSON ({} if it is not JSON) with its number of bytes."""
         with open(os.dup(self._file.fileno()), "rb") as file:
             for data in file:
                 if not data.endswith(b"\n"):

@@ -1,4 +1,7 @@
-"""An offline batch at work: requests of a file to an engine, a bounded number at a time, and each answer to the output."""
+"""The run of an offline batch, which feeds a file's requests to an engine and writes the answers.
+
+A bounded number of sequences is open at a time.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Report: TypeAlias = Callable[[str, int, int], None]
 
 @dataclass(eq=False)
 class Job:
-    """A request that is being answered; num_left of its prompts are not."""
+    """A request in progress; num_left of its prompts are not answered yet."""
 
     asked: BatchRequest
     request: OpenAIRequest
@@ -33,33 +36,33 @@ class Job:
     error: InfercError | None = None
 
 
-Ticket: TypeAlias = tuple[Job, int]  # a prompt of a job
+Ticket: TypeAlias = tuple[Job, int]  # (a job, the index of one of its prompts)
 Result: TypeAlias = Answer | BaseException
 
 
 class Backend(Protocol):
-    """What answers prompts. All of it is called on one thread."""
+    """The interface of what answers prompts; all its methods are called on one thread."""
 
     @property
     def model(self) -> str:
-        """The name that answers give."""
+        """The model name that answers state."""
 
     def room(self, num_open: int) -> int:
-        """How many sequences it may be given now, if so many of ours are there."""
+        """Return how many more sequences it accepts now, if `num_open` of this run are open."""
 
     def start(self, ticket: Ticket, prompt: Prompt, sampling: Mapping[str, Any]) -> None:
-        """Begin to answer a prompt. Raises RequestError for one that cannot be."""
+        """Begin to answer a prompt. Raises RequestError if it cannot be answered."""
 
     def finished(self) -> list[tuple[Ticket, Result]]:
-        """What has ended; waits if nothing has, but not longer than `room` may stay the same."""
+        """Return what has ended; wait if nothing has, but only while the result of `room` cannot change."""
 
     def token(self, token_id: int) -> Token:
-        """What a token id stands for."""
+        """Return what a token id stands for."""
 
 
 @final
 class LocalBackend:
-    """An engine in this process; `concurrency` sequences are there at once, running or waiting."""
+    """An engine in this process, with up to `concurrency` sequences open at once, running or waiting."""
 
     def __init__(self, llm: LLM, artifact: Path, concurrency: int) -> None:
         self.model = artifact.resolve().name
@@ -91,7 +94,7 @@ def _answer(result: RequestOutput | InfercError) -> Result:
 
 
 def take_all(results: queue.SimpleQueue[Any], timeout: float | None = None) -> Iterator[Any]:
-    """What is in a queue; waits for the first, at most `timeout` seconds."""
+    """Yield what is in a queue; wait for the first item, at most `timeout` seconds."""
     try:
         yield results.get(timeout=timeout)
         while True:
@@ -102,19 +105,22 @@ def take_all(results: queue.SimpleQueue[Any], timeout: float | None = None) -> I
 
 @dataclass
 class BatchRun:
-    """Answers the lines of a file in their order, and writes each answer as it comes."""
+    """A run that answers the lines of a file in order, and writes each answer as soon as it is complete."""
 
     source: BatchInput
     output: BatchOutput
     backend: Backend
     report: Report = lambda stage, done, total: None
-    num_tokens: int = 0  # that this run has generated
-    _ready: deque[Ticket] = field(default_factory=deque)  # of one request: prompts that have not been started
-    _num_open: int = 0  # sequences
+    num_tokens: int = 0  # the tokens that this run has generated
+    _ready: deque[Ticket] = field(default_factory=deque)  # the prompts of one request that have not been started
+    _num_open: int = 0  # the number of open sequences
     _started: float = field(default_factory=time.monotonic)
 
     def run(self, lines: Sequence[Line]) -> None:
-        """Raises InfercError if the engine stopped or the output takes no more; what was answered is kept then."""
+        """Answer the lines in order.
+
+        Raises InfercError if the engine stops or the output cannot be written; the answers written before are kept.
+        """
         others = self.output.models - {self.backend.model, ""}
         if others:
             raise ConfigError(
@@ -132,7 +138,7 @@ class BatchRun:
         return time.monotonic() - self._started
 
     def _fill(self, pending: Iterator[Line]) -> bool:
-        """Start what there is room for; whether something is left that has not been started."""
+        """Start as many prompts as there is room for, and return whether some remain."""
         room: int | None = None
         while self._ready or self._read(pending):
             job, index = self._ready[0]
@@ -148,7 +154,7 @@ class BatchRun:
         return False
 
     def _read(self, pending: Iterator[Line]) -> bool:
-        """Make the prompts of the next request ready, or answer it if it cannot be served; whether there was one."""
+        """Prepare the prompts of the next request, or answer it with an error; return whether there was a request."""
         for line in pending:
             asked = self.source.read(line)
             try:
@@ -165,7 +171,7 @@ class BatchRun:
         return False
 
     def _start(self, ticket: Ticket) -> int:
-        """Start a prompt, unless its request has failed by now; how many sequences are open by it."""
+        """Start a prompt unless its request has failed already; return how many sequences that opens."""
         job, index = ticket
         count = job.request.num_outputs
         self._num_open += count
@@ -179,7 +185,7 @@ class BatchRun:
         return count
 
     def _take(self, ticket: Ticket, result: Result) -> None:
-        """A prompt has its answer, or an error that becomes its request's."""
+        """Take a prompt's result, which is an answer, or an error that becomes its request's."""
         job, index = ticket
         self._num_open -= job.request.num_outputs
         job.num_left -= 1

@@ -1,8 +1,8 @@
-"""The fields of OpenAI's request bodies and what each may be: one table for checking, and for describing it.
+"""The fields of OpenAI's request bodies and their types, in one table for checking and for describing them.
 
-A check ends at the first thing that is wrong and says where it is. What a value of the right type may be is said elsewhere
-(request.py, sampling_params.py). Fields that are not here pass: what they would change is refused there by name, and
-what nobody knows is left alone.
+A check ends at the first fault and says where it is. The range of values within a type is checked elsewhere
+(request.py, sampling_params.py). Fields that are not listed here pass: request.py refuses those that would change the
+answer by name, and unknown ones are ignored.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 from inferc.errors import RequestError, shown
 
 Schema: TypeAlias = dict[str, Any]
-Wrong: TypeAlias = tuple[str, str, Any]  # where below a value, what was expected there, and what was found
-BY_NAME = 40  # characters of a name that a message shows
+Wrong: TypeAlias = tuple[str, str, Any]  # (the place within a value, what was expected there, what was found)
+BY_NAME = 40  # the most characters of a name that an error message shows
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be. wrong: the first thing that is wrong with one, or None. schema: as JSON Schema has it."""
+    """A type of value. wrong: returns the first fault of a value, or None. schema: the type as JSON Schema."""
 
     words: str
     wrong: Callable[[Any], Wrong | None]
@@ -30,7 +30,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a body: null is as if it were left out, unless it is required."""
+    """A field of a body; null means the same as leaving it out, unless it is required."""
 
     kind: Kind
     note: str = ""
@@ -41,7 +41,7 @@ Fields: TypeAlias = Mapping[str, Field]
 
 
 def check_fields(body: Mapping[str, Any], fields: Fields) -> None:
-    """Raise RequestError for the first field that is missing, or is not what it may be."""
+    """Raise RequestError for the first field that is missing or of the wrong type."""
     for name, field in fields.items():
         value = body.get(name)
         if field.is_required and name not in body:
@@ -57,7 +57,7 @@ def check_fields(body: Mapping[str, Any], fields: Fields) -> None:
 
 
 def _of_types(words: str, types: tuple[type, ...], schema: Schema) -> Kind:
-    """Values of these types themselves: a truth value is no integer here."""
+    """Return the kind of values of exactly these types, so a bool is no integer."""
     return Kind(words, lambda value: None if type(value) in types else ("", words, value), schema)
 
 
@@ -90,7 +90,10 @@ def map_of(values: Kind) -> Kind:
 
 
 def either(words: str, *kinds: Kind) -> Kind:
-    """Any of these kinds. What is wrong inside of a list or an object is told as of that kind."""
+    """Return the kind of values of any of these kinds.
+
+    A fault within a list or an object is reported in that kind's words.
+    """
 
     def wrong(value: Any) -> Wrong | None:
         inner = None
@@ -104,7 +107,10 @@ def either(words: str, *kinds: Kind) -> Kind:
 
 
 def _wrong_prompts(value: Any) -> Wrong | None:
-    """A text, a list of token ids, or a list of either; of a list with a mistake in it, the list is what was found."""
+    """Check a text, a list of token ids, or a list of either.
+
+    If an element is wrong, report the whole list as found.
+    """
     if isinstance(value, str) or (isinstance(value, list) and value and _are_prompts(value)):
         return None
     return "", PROMPT_WORDS, value
@@ -117,11 +123,12 @@ def _are_prompts(value: list[Any]) -> bool:
 
 
 def _are_ids(value: list[Any]) -> bool:
-    """Whether they are integers, and there are some. Ends at the first that is none."""
+    """Return whether the list is not empty and holds only integers; stops at the first other value."""
     if not value or type(value[0]) is not int:
         return False
     each = iter(value)
-    while part := set(map(type, islice(each, PART))):  # at the speed of C, and others go on in between
+    # In parts: each runs at the speed of C, and other threads can run in between.
+    while part := set(map(type, islice(each, PART))):
         if part != {int}:
             return False
     return True
@@ -151,7 +158,7 @@ PROMPTS = Kind(
         ]
     },
 )
-# What is wrong with a message or an item is said where it is read, in the words of that.
+# The messages and items themselves are checked where they are read, with error messages of their own.
 MESSAGES = Kind("a list", LIST.wrong, {"type": "array", "items": {"type": "object"}, "minItems": 1})
 INPUT = Kind(
     "a text or a list of messages",

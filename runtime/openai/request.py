@@ -1,7 +1,7 @@
-"""OpenAI's request bodies as what inferc serves, whatever carries them.
+"""The conversion of OpenAI's request bodies into inferc's requests, independent of their transport.
 
-A field that would change the answer and is not built is refused by its name. A field that is not known is left alone:
-clients send some that mean something to OpenAI's own platform only.
+A field that would change the answer and is not supported is refused by name. An unknown field is ignored, because
+clients send some that have a meaning only on OpenAI's own platform.
 """
 
 from __future__ import annotations
@@ -18,24 +18,68 @@ from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, ch
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
-MAX_PROMPTS = 2048  # of one request, as OpenAI has it
-MAX_VARIABLES = 16_384  # values in `chat_template_kwargs`: they go to the template's process as a whole
+MAX_PROMPTS = 2048  # the most prompts of one request, which is OpenAI's limit
+MAX_VARIABLES = 16_384  # the most values in `chat_template_kwargs`, which go to the template's process as a whole
 
-# Fields that are SamplingParams by the same name.
+# The fields of a body that SamplingParams has by the same name.
 SAMPLING = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens", "cache_salt"),
-    *("include_stop_str_in_output", "allowed_token_ids", "banned_token_ids", "cache_priority", "ttft_ms", "tbt_ms"),
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "skip_special_tokens",
+    "cache_salt",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "banned_token_ids",
+    "cache_priority",
+    "ttft_ms",
+    "tbt_ms",
 )
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 NOT_BUILT = (
-    *("tools", "functions", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("json_schema", "regex", "ebnf", "grammar", "structural_tag", "audio", "prediction", "web_search_options"),
-    *("chat_template", "chat_template_kwargs", "documents", "continue_final_message", "prompt_embeds", "lora_path"),
-    *("bad_words", "logits_processors", "use_beam_search", "echo", "suffix", "priority", "return_token_ids"),
-    *("return_tokens_as_token_ids", "stop_regex", "no_repeat_ngram_size"),
+    "tools",
+    "functions",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "grammar",
+    "structural_tag",
+    "audio",
+    "prediction",
+    "web_search_options",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "continue_final_message",
+    "prompt_embeds",
+    "lora_path",
+    "bad_words",
+    "logits_processors",
+    "use_beam_search",
+    "echo",
+    "suffix",
+    "priority",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "stop_regex",
+    "no_repeat_ngram_size",
 )
-# The same with values that ask for no more than there is.
+# Unsupported fields, with the values that are accepted because they ask for nothing unsupported.
 FIXED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(NOT_BUILT, NOTHING),
     "tool_choice": (None, "none", "auto"),
@@ -57,13 +101,13 @@ FIXED_OF_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
     "embed_dtype": (None, "float32"),
     "normalize": (None,),
 }
-# Of these, what a server has for requests of its own, and a batch has not.
+# Fields that a server supports for its requests and an offline batch does not.
 SERVED = frozenset(
     ("echo", "prompt_logprobs", "priority", "return_token_ids", "chat_template_kwargs", "add_generation_prompt")
 )
-# Fields that only a chat template reads: with a plain prompt, which no template writes, they are refused.
+# Fields that only a chat template reads; they are refused with a plain prompt, which no template writes.
 OF_CHATS = ("chat_template_kwargs", "add_generation_prompt")
-# Variables that a template gets from here alone.
+# Variables of a template that a request sets through its own fields, not through chat_template_kwargs.
 TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 Prompt: TypeAlias = str | list[int] | list[dict[str, Any]]
@@ -71,13 +115,14 @@ Prompt: TypeAlias = str | list[int] | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OpenAIRequest:
-    """A request of OpenAI's interface, checked.
+    """A checked request of OpenAI's interface.
 
-    prompts: texts, lists of token ids, or one conversation. sampling: fields of SamplingParams that were said; params: those
-    over the defaults.
-
-    echo: the prompt comes before the answer. prompt_logprobs: of the prompt's tokens, with so many likeliest ones.
-    generates: whether anything follows the prompt. template: variables of the chat template.
+    - prompts: texts, lists of token ids, or one conversation.
+    - sampling: the fields of SamplingParams that the body gives; params: those applied over the defaults.
+    - echo: the prompt is repeated before the answer.
+    - prompt_logprobs: return log probabilities of the prompt's tokens, with this many most likely tokens each.
+    - generates: whether any token is to be generated.
+    - template: variables of the chat template.
     """
 
     kind: Literal["completion", "chat"]
@@ -93,7 +138,7 @@ class OpenAIRequest:
 
     @property
     def num_outputs(self) -> int:
-        """Of each prompt."""
+        """The number of outputs for each prompt."""
         return self.params.n
 
 
@@ -103,9 +148,10 @@ def parse_request(
     is_served: bool = False,
     defaults: Mapping[str, Any] | None = None,
 ) -> OpenAIRequest:
-    """What a body asks for, all of it checked. Raises RequestError, which names the field at fault.
+    """Convert a body into a request and check all of it. Raises RequestError naming the faulty field.
 
-    is_served: by a server, which has more than a batch (SERVED). defaults: of sampling, the model's.
+    is_served: the request is a server's, which supports more than a batch (SERVED). defaults: the model's sampling
+    defaults.
     """
     if url == EMBEDDINGS:
         raise RequestError(
@@ -133,16 +179,17 @@ def parse_request(
 
 
 def check_is_no_chat(body: Mapping[str, Any]) -> None:
-    """Raise RequestError for a plain prompt with what a chat template would have to hear of."""
+    """Raise RequestError for a plain prompt with fields that only a chat template reads."""
     for name in OF_CHATS:
         if body.get(name) not in FIXED[name]:
             raise RequestError(
-                f"{name} is {shown(body[name])}, and no chat template writes a plain prompt; leave it out, or send messages"
+                f"{name} is {shown(body[name])}, and no chat template writes a plain prompt; leave it out, or send"
+                " messages"
             )
 
 
 def model_of(body: Mapping[str, Any]) -> str:
-    """The model that a body names; "": none. Raises RequestError for what is no name."""
+    """Return the model that a body names, or "" if none. Raises RequestError if the name is not a text."""
     name = body.get("model")
     if name is not None and not isinstance(name, str):
         raise RequestError(f"model: expected a text, found {shown(name)}")
@@ -164,7 +211,7 @@ def _completion(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bo
     if limit is not None:
         sampling["max_tokens"] = limit
     if body.get("logprobs") is not None and body["logprobs"] is not False:
-        sampling["logprobs"] = int(body["logprobs"])  # true is one, as it is for vLLM
+        sampling["logprobs"] = int(body["logprobs"])  # true counts as 1, as in vLLM
     return OpenAIRequest(
         "completion",
         tuple(_prompts(body["prompt"])),
@@ -177,7 +224,7 @@ def _completion(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bo
 
 
 def _served_alone(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> dict[str, Any]:
-    """Fields of OpenAIRequest that only a server has."""
+    """Return the fields of OpenAIRequest that only a server supports."""
     if not is_served:
         return {}
     if body.get("priority"):
@@ -189,7 +236,7 @@ def _served_alone(body: Mapping[str, Any], sampling: dict[str, Any], is_served: 
 
 
 def _template(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of the chat template."""
+    """Return the variables of the chat template."""
     variables = body.get("chat_template_kwargs") or {}
     if not _has_at_most(variables, MAX_VARIABLES):
         raise RequestError(
@@ -205,7 +252,10 @@ def _template(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_at_most(value: Any, count: int) -> bool:
-    """Whether JSON holds no more texts, numbers, lists and objects than that; no more of them are looked at."""
+    """Return whether a JSON value holds at most this many texts, numbers, lists and objects.
+
+    It stops counting as soon as there are more.
+    """
     left: list[Any] = [value]
     seen = 0
     while left:
@@ -223,7 +273,7 @@ def _chat(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) ->
         raise RequestError("echo is True, which chat does not have; leave it out")
     if body.get("add_special_tokens") is True:
         raise RequestError("add_special_tokens is True, which is not built yet; the chat template writes its own")
-    sampling["max_tokens"] = _max_tokens(body)  # None: as many as fit
+    sampling["max_tokens"] = _max_tokens(body)  # None: as many tokens as fit
     if body.get("logprobs"):
         sampling["logprobs"] = body.get("top_logprobs") or 0
     elif body.get("top_logprobs"):
@@ -249,7 +299,7 @@ def _max_tokens(body: Mapping[str, Any]) -> int | None:
 
 
 def logit_bias_of(value: Mapping[str, float]) -> dict[int, float]:
-    """A bias by token id, of JSON's, whose keys are texts. Raises RequestError for a key that is none."""
+    """Return the bias by token id, given JSON's textual keys. Raises RequestError for a key that is no token id."""
     for key in value:
         if not re.fullmatch(r"[0-9]{1,10}", key):
             raise RequestError(f"logit_bias: a key is a token id, found {shown(key)}")
@@ -257,7 +307,10 @@ def logit_bias_of(value: Mapping[str, float]) -> dict[int, float]:
 
 
 def embedding_inputs(body: Mapping[str, Any]) -> list[str | list[int]]:
-    """The texts of a request for vectors. Raises RequestError, also for a field of its body that would change them."""
+    """Return the texts of an embedding request.
+
+    Raises RequestError, also for an unsupported field that would change them.
+    """
     check_fields(body, openai_fields.EMBEDDING)
     for name, allowed in FIXED_OF_EMBEDDINGS.items():
         if body.get(name) not in allowed:
@@ -266,7 +319,7 @@ def embedding_inputs(body: Mapping[str, Any]) -> list[str | list[int]]:
 
 
 def _prompts(value: Any, name: str = "prompt") -> list[str | list[int]]:
-    """One prompt or several, whose types are checked."""
+    """Return the list of prompts, given one prompt or several of checked types."""
     if isinstance(value, str) or type(value[0]) is int:
         return [value]
     if len(value) > MAX_PROMPTS:
@@ -275,7 +328,7 @@ def _prompts(value: Any, name: str = "prompt") -> list[str | list[int]]:
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
-    """A message of text, or of parts of text. What else one can hold (calls of tools, audio, a name) is refused unless it is empty."""
+    """Check a message of text or text parts. Other contents (tool calls, audio, a name) are refused unless empty."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where}: expected an object with a role and a content, found {shown(message)}")
@@ -295,7 +348,7 @@ def _message(index: int, message: Any) -> dict[str, Any]:
 
 
 def joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Messages of `parse_request` for an interface whose content is a text alone."""
+    """Convert messages of `parse_request` for an interface whose content is a single text."""
     return [
         {"role": each["role"], "content": "".join(part["text"] for part in each["content"])}
         if isinstance(each["content"], list)

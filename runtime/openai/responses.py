@@ -1,6 +1,6 @@
-"""OpenAI's Responses API as what inferc serves, text alone: a request becomes a chat, and the answer its objects.
+"""The conversion of OpenAI's Responses API, text only: a request becomes a chat, and the answer its objects.
 
-Nothing is stored, so what refers to something stored is refused, as is what is not built.
+Nothing is stored, so references to stored objects are refused, as are unsupported features.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from inferc.runtime.step.sampling_params import MAX_LOGPROBS, check_integer, che
 
 RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
-# What may be asked to come along: of these an answer of text has log probabilities, and nothing of the others.
+# The accepted values of `include`. A text answer can include log probabilities and has none of the others.
 INCLUDES = (
-    *(LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
-    *("web_search_call.action.sources", "code_interpreter_call.outputs", "message.input_image.image_url"),
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "message.input_image.image_url",
     "computer_call_output.output.image_url",
 )
-MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_VALUE = 16, 64, 512  # entries and characters, as OpenAI has it
+MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_VALUE = 16, 64, 512  # entries, characters: OpenAI's limits
 STORED = ("previous_response_id", "conversation")
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-# Fields of a request that ask for no more than there is with these values.
+# Unsupported fields, with the values that are accepted because they ask for nothing unsupported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "background": NOTHING,
     "prompt": NOTHING,
@@ -48,7 +53,7 @@ INNER_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
         "generate_summary": (None,),
     },
 }
-# A chat has these by other names, or from here alone.
+# Fields that are not passed on to the chat request: it has other names for them, or this module sets them.
 OWN = ("input", "instructions", "max_output_tokens", "include", "text", "reasoning", "messages", "logprobs")
 ROLES = ("user", "assistant", "system", "developer")
 OF_A_MESSAGE = ("type", "role", "content", "id", "status", "phase")
@@ -58,7 +63,10 @@ State: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> OpenAIRequest:
-    """The chat that a body asks for. Raises RequestError, which names the field at fault. defaults: of sampling."""
+    """Return the chat request that a body asks for.
+
+    Raises RequestError naming the faulty field. defaults: of sampling.
+    """
     check_fields(body, openai_fields.RESPONSE)
     for name in STORED:
         if body.get(name) is not None:
@@ -81,7 +89,7 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
 
 
 def _check_texts(body: Mapping[str, Any]) -> None:
-    """What comes back with every event of the answer must be text, and what is no part of the prompt short."""
+    """Check that the texts which every event repeats are valid, and short except for the instructions."""
     metadata = body.get("metadata") or {}
     if len(metadata) > MAX_METADATA:
         raise RequestError(f"metadata: found {len(metadata)} entries, at most {MAX_METADATA} are allowed")
@@ -120,7 +128,7 @@ def _wants_logprobs(body: Mapping[str, Any]) -> bool:
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The conversation. What is said to the model first is one message: templates look at one alone."""
+    """Return the conversation. System messages at its start are merged, since templates read only one."""
     given, instructions = body.get("input"), body.get("instructions")
     if isinstance(given, str):
         messages = [{"role": "user", "content": given}]
@@ -172,7 +180,10 @@ def _text(where: str, content: Any) -> str:
 
 @dataclass(frozen=True)
 class ResponseHead:
-    """What every object of one response begins with. body: the request's; temperature and top_p: as they are used."""
+    """The common fields of every object of one response.
+
+    body: the request's; temperature and top_p: the values in use.
+    """
 
     id: str
     message_id: str
@@ -189,7 +200,7 @@ class ResponseHead:
         usage: Usage | None = None,
         error: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The response as it is now; usage: None, while it is not known."""
+        """Return the response in its present state. usage: None while it is unknown."""
         body = self.body
         return {
             "id": self.id,
@@ -221,7 +232,7 @@ class ResponseHead:
         }
 
     def message(self, status: State, content: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """The one item of its output."""
+        """Return the only item of the response's output."""
         return {
             "id": self.message_id,
             "type": "message",

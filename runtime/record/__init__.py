@@ -1,1 +1,1 @@
-"""What an engine did, written down."""
+"""The recording of what an engine did: requests, outputs and tapped values."""

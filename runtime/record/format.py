@@ -1,8 +1,8 @@
-"""A recording: what an engine was asked and what it answered, as lines of JSON.
+"""The format of a recording: what an engine was asked and what it answered, as lines of JSON.
 
-A run of an engine begins with a header, then has a line for each request that ended, in the order of their ends. A log
-probability is the float32 that was computed, written as the decimal of the double that equals it, so it comes back bit
-for bit. A last line without an end is what was being written as the process was killed: it counts as not there.
+Each run of an engine begins with a header, followed by a line for each request, in the order in which they ended. A log
+probability is the computed float32, written as the decimal of the equal double, so it is restored bit for bit. A last
+line without a line end was being written when the process was killed; it is ignored.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from inferc.runtime.step.sampling_params import SamplingParams, from_request
 from inferc.system.json_text import parse_json
 
 VERSION = 1
-KEY = "inferc_recording"  # of a header, with the version
+KEY = "inferc_recording"  # the key of a header line; its value is the version
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides the bits of an answer besides the request: nothing else may."""
+    """The facts that, together with a request, determine the bits of its answer; nothing else may affect them."""
 
-    sha256: str  # of the artifact's manifest, which has the hashes of all the rest
+    sha256: str  # the digest of the artifact's manifest, which holds the digests of all other files
     target: str
-    isa: str  # the instruction set, or the chip; "" where there is no choice
+    isa: str  # the instruction set or the chip; "" if the target has only one
     deterministic: bool
-    kv_evict: str | None  # what of a long context is forgotten
+    kv_evict: str | None  # the policy by which a long context's KV blocks are evicted
 
     def difference(self, found: Identity) -> str:
-        """The first field in which `found` is another, with both values; "" if none is."""
+        """Describe the first field that differs in `found`, with both values; "" if none does."""
         for field in dataclasses.fields(self):
             ours, theirs = getattr(self, field.name), getattr(found, field.name)
             if ours != theirs:
@@ -47,24 +47,27 @@ class Identity:
 @dataclass(frozen=True)
 class Header:
     identity: Identity
-    artifact: str  # where it lay
+    artifact: str  # its path
     producer: str
     started: float  # seconds since 1970
-    engine: dict[str, Any]  # the fields of EngineConfig: of them no bit depends
+    engine: dict[str, Any]  # the fields of EngineConfig, none of which affects any bit
 
 
 @dataclass(frozen=True)
 class RecordedSequence:
-    """finish_reason: "stop" (an end token), "length", "stop_string" (the client found one: these are the tokens until it
-    said so), "abort", "refused" (by the policy) or "error" (the logits behind these tokens are not finite). Seconds count from
-    the request's arrival; first_token_s is None where there is none."""
+    """The recorded output of one sequence.
+
+    finish_reason: "stop" (an end token), "length", "stop_string" (the client found one: the tokens are those generated
+    until it reported so), "abort", "refused" (by the policy) or "error" (the logits after these tokens are not finite).
+    Times are seconds since the request's arrival; first_token_s is None if there was no token.
+    """
 
     index: int
     seed: int
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
-    cached: int  # tokens of the prompt that were found in the prefix cache
+    cached: int  # the prompt tokens found in the prefix cache
     preemptions: int
     first_token_s: float | None
     end_s: float
@@ -72,7 +75,10 @@ class RecordedSequence:
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """`seed` is the one that was used, drawn or given. `name` is the client's word for the request, `id` the engine's."""
+    """A recorded request with its sequences.
+
+    `seed` is the one that was used, drawn or given. `name` is the client's name for the request, `id` the engine's.
+    """
 
     id: str
     name: str
@@ -89,18 +95,18 @@ class RecordedRequest:
 
 @dataclass(frozen=True)
 class Recording:
-    header: Header  # of the first run
+    header: Header  # the header of the first run
     requests: list[RecordedRequest]
-    is_torn: bool  # a last line was cut off
+    is_torn: bool  # whether the last line was cut off
 
 
 def encode_header(header: Header) -> bytes:
-    """The header as a line of the file."""
+    """Return the header as a line of the file."""
     return json.dumps({KEY: VERSION, **dataclasses.asdict(header)}, separators=(",", ":")).encode() + b"\n"
 
 
 def encode_request(request: RecordedRequest) -> bytes:
-    """A request as a line of the file."""
+    """Return a request as a line of the file."""
     entry = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     entry["params"] = vars(request.params)
     entry["sequences"] = [
@@ -111,7 +117,10 @@ def encode_request(request: RecordedRequest) -> bytes:
 
 
 def read_recording(path: Path) -> Recording:
-    """All of a recording. Raises ConfigError where it cannot be read, ArtifactError where it is none or damaged."""
+    """Read a whole recording.
+
+    Raises ConfigError if it is unreadable, ArtifactError if it is no recording or damaged.
+    """
     header: Header | None = None
     requests: list[RecordedRequest] = []
     for number, line in enumerate(_lines(path), 1):
@@ -151,12 +160,13 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def decode_header(path: Path, number: int, entry: Mapping[str, Any]) -> Header:
-    """Raises ArtifactError if it is no header, or of another version."""
+    """Return the header of a line. Raises ArtifactError if it is no header, or has another version."""
     if KEY not in entry:
         raise ArtifactError(f"{path} is no recording: line {number} is no header; give a file that --record wrote")
     if entry[KEY] != VERSION:
         raise ArtifactError(
-            f"{path} has version {entry[KEY]!r} of the format, this inferc reads {VERSION}; use the inferc that wrote it"
+            f"{path} has version {entry[KEY]!r} of the format, this inferc reads {VERSION}; use the inferc that wrote"
+            " it"
         )
     try:
         values = {field.name: entry[field.name] for field in dataclasses.fields(Header)}
@@ -174,7 +184,7 @@ def _decode_request(path: Path, number: int, entry: Mapping[str, Any]) -> Record
         ]
         if not values["prompt"] or any(len(seq.token_ids) != len(seq.logprobs) for seq in sequences):
             raise ValueError("a prompt or the log probabilities of tokens are missing")
-        params = values["params"]  # of a file, which anybody may have written: checked as a request's
+        params = values["params"]  # checked like a request's, since anybody may have written the file
         bias = {int(token): value for token, value in params["logit_bias"].items()}
         checked = from_request({**params, "logit_bias": bias})
         return RecordedRequest(**{**values, "params": checked, "sequences": sequences})

@@ -1,4 +1,4 @@
-"""Writes what an engine does to a recording, on a thread of its own: no step waits for a disk."""
+"""The recorder, which writes what an engine does to a file in a thread of its own, so no step waits for a disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inferc.system.private_files import open_private
 
 log = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 10.0  # for what is still to be written
+CLOSE_SECONDS = 10.0  # how long closing waits for the remaining writes
 
 
 @dataclass
@@ -33,17 +33,18 @@ class _Open:
     name: str
     seed: int
     arrived: float
-    began: float  # on the monotonic clock
+    began: float  # time on the monotonic clock
     left: int
-    first_tokens: dict[int, float] = field(default_factory=dict)  # by index
+    first_tokens: dict[int, float] = field(default_factory=dict)  # time by the sequence's index
     ended: list[RecordedSequence] = field(default_factory=list)
 
 
 class Recorder:
-    """Hears from the engine's thread what began and what ended; a request is written when its last sequence has ended.
+    """The writer of a recording, which the engine's thread notifies of what begins and ends.
 
-    A recording that is there goes on, if it is of the same artifact, instruction set and target. What goes wrong with the
-    file later ends the recording with one warning, and nothing else. Raises ConfigError or ArtifactError if it cannot begin.
+    A request is written when its last sequence has ended. An existing recording is continued if it is of the same
+    artifact, instruction set and target. A later failure of the file ends the recording with one warning, and serving
+    goes on. Raises ConfigError or ArtifactError if it cannot begin.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -62,11 +63,11 @@ class Recorder:
         self._writer.start()
 
     def begin(self, name: str, seed: int, seqs: Sequence[Seq]) -> None:
-        """A request begins, as these sequences."""
+        """Note that a request begins with these sequences."""
         self._open[seqs[0].request_id] = _Open(name, seed, time.time(), time.monotonic(), len(seqs))
 
     def landed(self, outputs: Iterable[Output | None]) -> None:
-        """What a step brought, but for rows with a token and nothing else."""
+        """Note the outputs of a step, except for rows with nothing but a token."""
         now = time.monotonic()
         for output in outputs:
             if output is not None and output.num_cached is not None and output.request_id in self._open:
@@ -74,7 +75,7 @@ class Recorder:
                 entry.first_tokens[output.index] = now - entry.began
 
     def end(self, seq: Seq, reason: str) -> None:
-        """A sequence has ended, with all its tokens in its own lists."""
+        """Note that a sequence has ended, with all its tokens in its own lists."""
         entry = self._open[seq.request_id]
         first = entry.first_tokens.get(seq.index)
         ended = RecordedSequence(
@@ -113,16 +114,18 @@ class Recorder:
                 self._num_written += 1
             except OSError as error:
                 self._failed = True
-                with suppress(OSError):  # a reader drops half a line anyway
+                with suppress(OSError):  # cutting off the partial line may fail, because a reader ignores it
                     os.ftruncate(self._file, self._size)
                 log.warning(
                     "cannot write the recording %s: %s; recording has stopped after %d requests, serving goes on",
-                    *(self._path, error.strerror, self._num_written),
+                    self._path,
+                    error.strerror,
+                    self._num_written,
                 )
         os.close(self._file)
 
     def _append(self, line: bytes) -> None:
-        """A whole line goes to the system, where it outlives this process."""
+        """Write a whole line to the operating system, where it survives the end of this process."""
         rest = memoryview(line)
         while rest:
             rest = rest[os.write(self._file, rest) :]
@@ -130,8 +133,8 @@ class Recorder:
 
 
 def _open(path: Path, header: Header) -> tuple[int, int]:
-    """The file, to be appended to behind its last whole line, and its size."""
-    if path.exists() and not path.is_file():  # a device may be read for ever
+    """Open the file for appending after its last whole line, and return its descriptor and size."""
+    if path.exists() and not path.is_file():  # reading a device may never end
         raise ConfigError(f"cannot write the recording {path}: it is no file; give another")
     try:
         file = open_private(path, os.O_RDWR | os.O_APPEND)
@@ -152,7 +155,7 @@ def _open(path: Path, header: Header) -> tuple[int, int]:
 
 
 def _check_continues(path: Path, header: Header) -> int:
-    """The length of what is to be kept of a file that is there. Raises ConfigError if it is another's."""
+    """Return how many bytes of an existing file to keep. Raises ConfigError if it is of another artifact or machine."""
     with path.open("rb") as file:
         first = file.readline()
         if not first:
@@ -170,7 +173,7 @@ def _check_continues(path: Path, header: Header) -> int:
 
 
 def _end_of_lines(size: int, path: Path, step: int = 1 << 16) -> int:
-    """How many bytes of a file are whole lines."""
+    """Return how many bytes of a file are whole lines."""
     with path.open("rb") as file:
         end = size
         while end > 0:

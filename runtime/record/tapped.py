@@ -1,4 +1,4 @@
-"""What taps bring, gathered by sequence: every value of its tokens, from the first of the prompt on."""
+"""The collection of tapped values by sequence: the values of all its tokens, from the first of the prompt on."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from inferc.runtime.runners.cpu.taps import DTYPES, Node
 from inferc.runtime.step.plan import I64, StepPlan
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Sequence as Seq
-from inferc.system.atomic_file import whole_file
+from inferc.system.atomic_file import atomic_write
 from inferc.system.private_files import private_folder
 
 log = logging.getLogger(__name__)
 
-MEMORY_SHARE = 0.5  # of what is free, that the values of one request may take
-CLOSE_SECONDS = 60.0  # for what is still to be written
+MEMORY_SHARE = 0.5  # the share of free memory that the values of one request may take
+CLOSE_SECONDS = 60.0  # how long closing waits for the remaining writes
 
 Values = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class TappedSequence:
-    """Row i is of the token at position i; the last token was sampled and never read, so it has no row.
+    """The tapped values of one sequence: row i belongs to the token at position i.
 
-    sampled: the rows behind which a token was sampled, which are those of nodes by logits row. bfloat16 comes as float32.
+    The last token was sampled but never fed back, so it has no row. sampled: the rows after which a token was sampled,
+    which are the rows of nodes by logits row. bfloat16 values are given as float32.
     """
 
     request: str
@@ -49,7 +50,7 @@ class TappedSequence:
 
 @dataclass
 class _Pieces:
-    """Of a sequence, step by step. What was computed again after a preemption comes again, with the same bits."""
+    """The values of a sequence, step by step; tokens recomputed after a preemption appear again, with the same bits."""
 
     positions: list[I64] = field(default_factory=list)
     sampled: list[I64] = field(default_factory=list)
@@ -66,7 +67,7 @@ class _Open:
 
 @dataclass(frozen=True)
 class _Part:
-    """The rows of one sequence in a step: `[start, end)` of the tapped ones."""
+    """The rows of one sequence in a step: `[start, end)` of the tapped rows."""
 
     seq: Seq
     start: int
@@ -74,17 +75,17 @@ class _Part:
 
 
 class TapCollector:
-    """Marks in each plan the rows of sequences whose requests are tapped, and takes the values apart.
+    """The collector of tapped values, which marks the rows of tapped requests in each plan.
 
-    folder: a file a request is written there, on a thread of its own; None: `ended` has them. Raises ConfigError where
-    there can be no such folder.
+    It splits the values of each step by sequence. folder: where a file per request is written, in a thread of its own;
+    None: `ended` holds the results. Raises ConfigError if the folder cannot be made.
     """
 
     def __init__(self, nodes: Sequence[Node], folder: Path | None = None) -> None:
         self._nodes = nodes
         self._by_logits_row = {node.name: node.by_logits_row for node in nodes}
         self._open: dict[str, _Open] = {}
-        self._marks: deque[list[_Part]] = deque()  # of the plans in flight that have any
+        self._marks: deque[list[_Part]] = deque()  # the marked parts of each plan in flight that has any
         self.ended: queue.SimpleQueue[list[TappedSequence] | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         if folder is not None:
@@ -105,12 +106,12 @@ class TapCollector:
             )
 
     def begin(self, name: str, seqs: Sequence[Seq]) -> None:
-        """A request that is tapped begins, as these sequences."""
+        """Note that a tapped request begins with these sequences."""
         request_id = seqs[0].request_id
         self._open[request_id] = _Open(name or request_id, len(seqs), {seq.index: _Pieces() for seq in seqs})
 
     def mark(self, plan: StepPlan, seqs: Sequence[Seq | None]) -> None:
-        """Ask for the rows of tapped sequences. seqs: by slot."""
+        """Mark the rows of tapped sequences in a plan. seqs: by slot."""
         if not self._open:
             return
         rows: list[I64] = []
@@ -128,14 +129,14 @@ class TapCollector:
             self._marks.append(parts)
 
     def landed(self, plan: StepPlan, values: Values | None) -> None:
-        """A step's values, before it is known who ends by it."""
+        """Take the values of a step, before it is known which sequences end with it."""
         if not len(plan.tapped_rows):
             return
         assert values is not None, "the runner was asked for values"
         logits_rows = plan.logits_rows[plan.tapped_logits]
         for part in self._marks.popleft():
             pieces = self._pieces(part.seq)
-            if pieces is None:  # it ended while this step was in flight
+            if pieces is None:  # the sequence ended while this step was in flight
                 continue
             own = plan.tapped_rows[part.start : part.end]
             is_own = (logits_rows >= own[0]) & (logits_rows <= own[-1])
@@ -153,7 +154,7 @@ class TapCollector:
         return None if entry is None else entry.pieces.get(seq.index)
 
     def end(self, seq: Seq) -> None:
-        """A sequence has ended, with all its tokens in its own list."""
+        """Note that a sequence has ended, with all its tokens in its own list."""
         if not seq.params.tap:
             return
         entry = self._open[seq.request_id]
@@ -192,14 +193,14 @@ class TapCollector:
 
 
 def _first_of_each(parts: Sequence[I64]) -> tuple[I64, I64]:
-    """The positions in rising order, and where each comes first."""
+    """Return the distinct positions in rising order, and the index at which each occurs first."""
     whole = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     positions, first = np.unique(whole, return_index=True)
     return positions, first.astype(np.int64)
 
 
 def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """bfloat16 as float32, which holds every one of them exactly."""
+    """Convert bfloat16 values, given as their bits, to float32, which represents each of them exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -211,17 +212,18 @@ def _make(folder: Path) -> None:
 
 
 def file_name(request: str) -> str:
-    """A request's name without what a file's may not have."""
+    """Return a request's name without the characters that a file name may not have."""
     return re.sub(r"^\.|[^\w.-]", "_", request) or "_"
 
 
 def write_tapped(path: Path, sequences: Sequence[TappedSequence]) -> None:
-    """Sequences as one .npz: rows of all behind each other, tagged; whole or not at all. Raises ConfigError.
+    """Write sequences as one .npz file, completely or not at all. Raises ConfigError.
 
-    `request`, `index`, `position` and `token_id` have an entry a row, `sampled` the rows behind which a token was sampled.
-    A node has as many rows as `position`, or as `sampled` if it is computed for these only.
+    The rows of all sequences are concatenated. `request`, `index`, `position` and `token_id` have an entry per row;
+    `sampled` lists the rows after which a token was sampled. A node has as many rows as `position`, or as `sampled` if
+    it is computed only for those.
     """
-    with whole_file(path, private=True) as partial, zipfile.ZipFile(partial, "w", allowZip64=True) as file:
+    with atomic_write(path, private=True) as partial, zipfile.ZipFile(partial, "w", allowZip64=True) as file:
         for name, array in _columns(sequences):
             with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
                 np.lib.format.write_array(entry, array, allow_pickle=False)  # type: ignore[no-untyped-call]

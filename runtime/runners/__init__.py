@@ -1,1 +1,1 @@
-"""What runs steps: a folder a target."""
+"""The runners that execute steps: one folder per kind of target."""

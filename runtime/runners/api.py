@@ -1,4 +1,4 @@
-"""The contracts of what runs steps: a runner, what it can do, and the factory that opens one for an artifact."""
+"""The contracts of runners: what a runner does, what it can do, and the factory that opens one for an artifact."""
 
 from __future__ import annotations
 
@@ -13,61 +13,65 @@ from inferc.runtime.offload.disk import DiskTier
 from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
 
 Capability = Literal[
-    "kv_disk",  # blocks go to the offload tier and come back
-    "kv_evict",  # a sequence may give blocks back that it no longer sees
-    "kv_evict_heavy_hitters",  # attention is counted by block
-    "kv_events",  # blocks are found by their hash, and told of
-    "offload_in_place",  # steps read the offload tier where it lies
-    "partial_blocks",  # slots are copied, so that a prefix may end within a block
+    "kv_disk",  # KV blocks move to the offload tier and back
+    "kv_evict",  # a sequence may free blocks outside its attention while it runs
+    "kv_evict_heavy_hitters",  # attention mass is accumulated per block
+    "kv_events",  # blocks are identified by their hash, and changes to them are published as events
+    "offload_in_place",  # steps read blocks of the offload tier without copying them first
+    "partial_blocks",  # slots can be copied, so a shared prefix may end within a block
     "prefix_cache",  # sequences share blocks
-    "record",  # the same requests give the same bits again
-    "taps",  # the values of chosen nodes are copied
-    "threads",  # its kernels and threads are ours to choose: --isa, --pin
-    "vectors",  # the rows in front of the LM head are read, for vectors of texts
+    "record",  # the same requests give the same bits again, so runs can be recorded and replayed
+    "taps",  # the values of chosen nodes can be copied out of a step
+    "threads",  # its kernels and threads can be chosen: --isa, --pin
+    "vectors",  # the hidden rows before the LM head can be read, for text embeddings
 ]
-"""What a runner can do beyond steps."""
+"""A feature that a runner may support beyond running steps."""
 
 
 class Runner(Protocol):
-    """What runs steps: the compiled model, its reference, or a test's fake.
+    """The interface of a runner, which executes steps: the compiled model, its reference, or a test's fake.
 
-    Steps run in the order of `submit`, and a step begins when the one before it is done: blocks pass from one sequence
-    to another between two steps. A slot is reset when no step in flight has it.
+    Steps run in the order of `submit`. A step begins only when the step before it is done, because KV blocks change
+    owner between two steps. A slot is reset only while no step in flight uses it.
     """
 
     def submit(self, plan: StepPlan) -> None: ...
 
     def wait(self) -> StepResult:
-        """The result of the oldest step that was submitted and not yet waited for."""
+        """Return the result of the oldest step that was submitted and not yet waited for."""
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
-        """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
+        """Assign `slot` to a new sequence: start its penalty counts from these ids (None: it has no penalties)."""
 
     def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
-        """Log probability of a target id per logits row, and the most likely id. No step is in flight."""
+        """Return, for each logits row, the log probability of its target id, and the most likely id.
+
+        No step may be in flight.
+        """
 
     def close(self) -> None: ...
 
 
 @runtime_checkable
 class ObservableRunner(Runner, Protocol):
-    """A runner whose logits are seen as they are scored, which certificates are made of."""
+    """A runner whose logits can be observed while it scores; certificates are made from them."""
 
     @property
     def name(self) -> str:
-        """What computes the steps, for people: `cpu kernels (avx2)`."""
+        """The name of what computes the steps, for people: `cpu kernels (avx2)`."""
 
     def watch_logits(self, sink: Callable[[F32], None] | None) -> None:
-        """Give `sink` the logits float32 [rows, vocab_size] of every step that scores; None ends it."""
+        """Pass `sink` the float32 logits [rows, vocab_size] of every step that scores; None stops it."""
 
 
 @dataclass(frozen=True)
 class OpenedRunner:
-    """A runner at work, and what belongs to it.
+    """An open runner, with its resolved configuration and its optional parts.
 
-    computed_by: the instruction set or chip that decides the bits; disk: its offload tier; share_free_slots: takes the
-    scheduler's list of slots that no sequence has; idle_work: does something useful while there is nothing to do, and says
-    whether there is more.
+    - computed_by: the instruction set or chip that determines the bits of its results.
+    - disk: its offload tier.
+    - share_free_slots: takes the scheduler's list of slots that no sequence uses.
+    - idle_work: does a piece of useful work while no request is running, and returns whether more is left.
     """
 
     runner: Runner
@@ -80,7 +84,10 @@ class OpenedRunner:
 
 @dataclass(frozen=True)
 class RunnerRequest:
-    """What a runner is opened for. weights_checked: returns once every byte of the weights was found to be right."""
+    """The arguments for opening a runner.
+
+    weights_checked: a function that returns once every byte of the weights was verified.
+    """
 
     artifact: Artifact
     target: str
@@ -90,10 +97,13 @@ class RunnerRequest:
 
 
 class RunnerFactory(Protocol):
-    """Opens the runner of one target; the row of the target names it (inferc.targets)."""
+    """A factory that opens the runner of one target; the target's row in inferc.targets names it."""
 
     def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
-        """What the runner of this artifact can do, asked before it is opened."""
+        """Return the capabilities of the runner of this artifact, before the runner is opened."""
 
     def open(self, request: RunnerRequest) -> OpenedRunner:
-        """Raises ConfigError, UnsupportedError or ArtifactError; nothing is left open then."""
+        """Open a runner for the request.
+
+        Raises ConfigError, UnsupportedError or ArtifactError, and then leaves nothing open.
+        """

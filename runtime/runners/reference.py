@@ -1,6 +1,7 @@
-"""Runs steps with the ops' references in PyTorch, for `--target reference`: the oracle of the compiled step.
+"""The runner for `--target reference`: it runs steps with the ops' PyTorch references, the oracle of the compiled step.
 
-The only runtime module that imports torch, and it is imported by nobody unless asked for.
+Of the runtime's modules, only this one and the process group of the CPU runner import torch, and both are imported only
+on demand.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
 
 
 class ReferenceRunner:
-    """A runner whose steps run in `wait`, in the caller's thread."""
+    """A runner that computes each step within `wait`, in the caller's thread."""
 
     def __init__(self, artifact: Artifact, config: ResolvedEngineConfig) -> None:
         self._program = graph_of(artifact)
@@ -71,12 +72,15 @@ class ReferenceRunner:
         self._taps = {node.name: node for node in nodes}
 
     def _logits(self, plan: StepPlan, tapped: dict[str, Tensor] | None = None) -> F32:
-        """Logits [S, vocab_size]; K and V of the step are in the caches after it. tapped: gets values by name."""
+        """Run the step, which writes its K and V to the caches, and return the logits [S, vocab_size].
+
+        tapped: a dict that receives the values of tapped nodes by name.
+        """
         result: F32 = self._step(plan, tapped)[1].numpy()
         return result
 
     def _step(self, plan: StepPlan, tapped: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """The rows in front of the LM head, and the logits."""
+        """Run the step and return the hidden rows before the LM head, and the logits."""
         arrays: dict[str, NDArray[Any]] = {
             "token_ids": self._sampler.token_ids(plan),
             "positions": plan.positions,
@@ -99,7 +103,10 @@ class ReferenceRunner:
         return hidden, logits
 
     def _read_weight(self, name: str) -> Tensor:
-        """A weight of the artifact; a reference artifact stores every one in its logical layout."""
+        """Return a weight of the artifact as a tensor.
+
+        A reference artifact stores every weight in its logical layout.
+        """
         if name not in self._weights:
             array = self._artifact.weight(name).copy()
             dtype = getattr(torch, next(row.dtype for row in self._artifact.weights if row.name == name))
@@ -108,7 +115,7 @@ class ReferenceRunner:
 
 
 def graph_of(artifact: Artifact) -> program_lib.Program:
-    """The lowered graph of an artifact. Raises ArtifactError for one that names what there is not."""
+    """Return the lowered graph of an artifact. Raises ArtifactError if the graph cannot be parsed."""
     try:
         return program_lib.from_json(artifact.program["program"])
     except (LookupError, TypeError, ValueError, AttributeError, SyntaxError, RuntimeError) as error:
@@ -120,7 +127,10 @@ def graph_of(artifact: Artifact) -> program_lib.Program:
 
 
 def _tapped_rows(plan: StepPlan, values: dict[str, Tensor], nodes: dict[str, Node]) -> dict[str, NDArray[Any]]:
-    """Of values with a row for each token or each logits row, the tapped ones; bfloat16 as its bits."""
+    """Return the tapped rows of values that have a row per token or per logits row.
+
+    Values in bfloat16 are returned as their bits.
+    """
     of_tokens = torch.from_numpy(plan.tapped_rows)
     of_logits = torch.from_numpy(plan.tapped_logits)
     found = {}
@@ -131,7 +141,7 @@ def _tapped_rows(plan: StepPlan, values: dict[str, Tensor], nodes: dict[str, Nod
 
 
 class ReferenceRunnerFactory:
-    """For the reference target, in one rank."""
+    """The factory of the reference target's runner, which supports a single rank."""
 
     def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
         found = {"kv_evict", "kv_events", "prefix_cache", "record", "taps", "threads"}

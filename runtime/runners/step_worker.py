@@ -17,26 +17,26 @@ log = logging.getLogger(__name__)
 
 
 class StepWorker:
-    """Jobs one after the other.
+    """A thread that runs jobs one after the other.
 
-    cpus: to run on, if any. on_failure: called in the thread when a job has raised.
+    cpus: the CPUs to run on; any if empty. on_failure: called in the thread when a job has raised.
     """
 
     def __init__(self, cpus: Collection[int] = (), on_failure: Callable[[], None] = lambda: None) -> None:
         self._cpus, self._on_failure = cpus, on_failure
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
-        self._error: Exception | None = None  # of a job that was no step
+        self._error: Exception | None = None  # the error of a failed job that was not a step
         self._thread = threading.Thread(target=self._work, name="inferc-step", daemon=True)
         self._thread.start()
 
     def submit(self, step: Callable[[], StepResult]) -> None:
-        """A step, whose result `wait` returns."""
+        """Queue a step, whose result `wait` returns."""
 
         def job() -> None:
             try:
                 self._results.put(self._failed() or step())
-            except Exception as error:  # a step must answer: whoever waits for it would wait forever
+            except Exception as error:  # every step must give a result, or `wait` would block forever
                 log.exception("step failed")
                 self._on_failure()
                 self._results.put(_error(error))
@@ -44,20 +44,26 @@ class StepWorker:
         self._jobs.put(job)
 
     def _failed(self) -> StepResult | None:
-        """What stands for a step behind a job that failed."""
+        """Return the error result for a step that follows a failed job, or None; forget the failure."""
         error, self._error = self._error, None
         return None if error is None else _error(error)
 
     def wait(self) -> StepResult:
-        """Of the oldest step that was submitted and not yet waited for; if it raised, with the error."""
+        """Return the result of the oldest step not yet waited for.
+
+        The result holds the error if the step raised one.
+        """
         return self._results.get()
 
     def put(self, job: Callable[[], None]) -> None:
-        """Something to do after what is queued. If it raises, the next step or call fails with its error."""
+        """Queue a job that runs after everything queued before.
+
+        If it raises, the next step or call fails with its error.
+        """
         self._jobs.put(job)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run it after what is queued, and return its result here, or raise its error."""
+        """Run a function after everything queued before, and return its result in this thread, or raise its error."""
         done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
         def job() -> None:
@@ -77,7 +83,7 @@ class StepWorker:
         return result
 
     def close(self) -> bool:
-        """Finish what is queued. False if that was done before."""
+        """Finish the queued jobs and end the thread; return False if it had ended before."""
         if not self._thread.is_alive():
             return False
         self._jobs.put(None)
@@ -86,7 +92,7 @@ class StepWorker:
 
     def _work(self) -> None:
         if self._cpus:
-            os.sched_setaffinity(0, self._cpus)  # of this thread
+            os.sched_setaffinity(0, self._cpus)  # 0 means this thread
         while (job := self._jobs.get()) is not None:
             try:
                 job()

@@ -1,1 +1,1 @@
-"""Who computes how many tokens in the next step."""
+"""The scheduler, which decides how many tokens of which sequences the next step computes."""

@@ -1,5 +1,6 @@
-"""Admission: whether a step has time for one more sequence, and for how much of prompts. This is the seam; who admits by
-objectives is in slo_admission.py.
+"""The admission policies, which decide whether a step has time for one more sequence, and for how many prompt tokens.
+
+This is the interface; slo_admission.py admits by latency objectives.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from inferc.runtime.step.sequence import Sequence
 
 @dataclass
 class Triage:
-    """Who is left out so that others are in time.
+    """The sequences that are left out so that others are in time.
 
-    refused: of the waiting; lost: of the running, their objectives are given up; any_late: somebody would have been late.
+    refused: waiting sequences that are refused.
+    lost: running sequences whose objectives are given up.
+    any_late: whether some sequence would have been late.
     """
 
     refused: list[Sequence] = field(default_factory=list)
@@ -29,40 +32,49 @@ class Triage:
 
 
 class AdmissionPolicy:
-    """Everybody has time: the scheduler admits by blocks and the token budget alone."""
+    """The default admission policy, with which there is always time: blocks and the token budget alone decide."""
 
     looks = False
-    """Whether it looks for who would be late: running sequences give way to others only if it finds somebody."""
+    """Whether it looks for late sequences: running sequences give way to others only if it finds some."""
 
     def look(self, waiting: WaitingQueue, now: float) -> Triage:
-        """Who is to be left out, and whether anybody would be late if nobody gave way. now: on the scheduler's clock."""
+        """Return which sequences to leave out, and whether any would be late if no sequence gave way.
+
+        now: the time on the scheduler's clock.
+        """
         return Triage()
 
     def objection(self, seq: Sequence, num_found: int) -> str | None:
-        """Why a sequence's objectives can not be met by any schedule, or None. num_found: tokens that the cache has of it."""
+        """Return why no schedule can meet a sequence's objectives, or None.
+
+        num_found: the number of its tokens that are in the cache.
+        """
         return None
 
     def has_time(self, seq: Sequence) -> bool:
-        """Whether steps with one more sequence are short enough for all that decode."""
+        """Return whether steps with one more sequence are short enough for all sequences that decode."""
         return True
 
     def limit(self, budget: int, decoding: I64, begun: I64) -> int:
-        """The token budget of a step beside what these slots decode. begun: slots of which a part of the prompt is computed."""
+        """Return the token budget of a step beside the tokens that the slots `decoding` decode.
+
+        begun: the slots whose prompt is partly computed.
+        """
         return budget
 
     def is_lost(self, seq: Sequence) -> bool:
-        """Whether an objective of a sequence, whose first token has come, is missed for good."""
+        """Return whether a sequence that has its first token has missed an objective for good."""
         return False
 
 
 class TimedAdmission(AdmissionPolicy):
-    """Steps in which somebody decodes take no longer than `tbt_ms`, as far as the forecast knows what they cost."""
+    """An admission policy that keeps steps with decodes within `tbt_ms`, as far as the forecast knows their cost."""
 
     def __init__(self, batch: Batch, forecast: Forecast, config: SchedulerConfig) -> None:
         self._batch, self._forecast, self._config = batch, forecast, config
 
     def step_seconds(self, slots: I64) -> float:
-        """How long a step in which these decode may take, or inf."""
+        """Return how long a step in which these slots decode may take, in seconds, or inf."""
         if not len(slots) or not self._forecast.cost.is_known:
             return np.inf
         return np.inf if self._config.tbt_ms is None else self._config.tbt_ms / 1000
@@ -74,7 +86,7 @@ class TimedAdmission(AdmissionPolicy):
         return self._forecast.has_time(self._batch.decode_work(slots), len(seq.token_ids), seconds)
 
     def limit(self, budget: int, decoding: I64, begun: I64) -> int:
-        """No more of prompts than those who decode have time for."""
+        """Limit the prompt tokens to those that the decoding sequences have time for."""
         if not self._config.chunked_prefill or (seconds := self.step_seconds(decoding)) == np.inf:
             return budget
         start = int(self._batch.num_computed[begun].max(initial=0))

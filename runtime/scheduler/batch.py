@@ -1,6 +1,7 @@
-"""The running sequences as a structure of arrays, by slot, and the step plan made of it.
+"""The running sequences as a structure of arrays, by slot, and the step plan that is made from it.
 
-A decode-only step is a handful of numpy calls over all slots; Python touches a sequence when it joins or leaves.
+A decode-only step is a handful of numpy calls over all slots; Python code handles a single sequence only when it joins
+or leaves.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from inferc.runtime.step.sequence import Sequence
 
 Bool = NDArray[np.bool_]
 
-FEW_STOP_IDS = 4  # of a sequence: more are looked for in its set, and no others pay for them
-SPARE_BLOCKS = 16  # columns that block tables have to spare as they are made
+# The most end tokens of a sequence that are compared as arrays; if it has more, they are looked up in its set.
+FEW_STOP_IDS = 4
+SPARE_BLOCKS = 16  # the spare columns of new block tables
 
 
 @dataclass
 class _Lists:
-    """The token ids that a sequence's parameters name, as arrays. `allowed` rises."""
+    """The token ids that a sequence's sampling parameters name, as arrays; `allowed` is ascending."""
 
     bias_ids: I32
     bias_values: F32
     allowed: I32
     banned: I32
-    banned_early: I32  # while fewer than `min_tokens` are out: end tokens too
+    banned_early: I32  # banned while fewer than `min_tokens` are out: includes end tokens
 
 
 _NO_IDS = np.zeros(0, np.int32)
@@ -40,7 +42,7 @@ _NO_LISTS = _Lists(_NO_IDS, np.zeros(0, np.float32), _NO_IDS, _NO_IDS, _NO_IDS)
 
 @dataclass
 class _Tables:
-    """Block tables of the slots of a shape, and whose rows have changed since they were last used."""
+    """The block tables of the slots of a shape, and the slots whose rows have changed since their last use."""
 
     width: int = 0
     of_groups: tuple[I32, ...] = ()
@@ -49,33 +51,39 @@ class _Tables:
 
 @dataclass
 class _Shape:
-    """What of a plan follows from which sequences compute how many tokens, and stays while they only decode."""
+    """The parts of a plan that depend only on which sequences compute how many tokens.
+
+    They stay the same while the sequences only decode.
+    """
 
     seq_slots: I32
     query_start_loc: I32
     row_slots: I64  # slot of each row
     logits_rows: I32
-    sample: SampleRows  # but for counters, and the end tokens that are banned at first
+    sample: SampleRows  # without counters, and without the end tokens that are banned at first
     has_min_output: bool
-    row_of: I64 | None = None  # [num_slots] of each slot that is in it; where tables are kept
+    row_of: I64 | None = None  # [num_slots] the row of each slot in the shape; only if block tables are kept
     tables: tuple[_Tables, _Tables] = field(default_factory=lambda: (_Tables(), _Tables()))
     turn: int = 0
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Whose a step's tokens are. Decode steps between which nobody joins or leaves have the same."""
+    """The sequences that a step's tokens belong to.
 
-    seq_slots: I32  # of the plan
+    Decode steps between which no sequence joins or leaves have the same rows.
+    """
+
+    seq_slots: I32  # the plan's array
     slots: I64
     seqs: list[Sequence]
     stop_ids: I32  # [FEW_STOP_IDS, S]
-    many_stops: list[int]  # rows of sequences that have more of them
+    many_stops: list[int]  # rows of sequences with more than FEW_STOP_IDS end tokens
     max_total: I64
-    first_len: I64  # with the first sampled token
+    first_len: I64  # the length including the first sampled token
 
     def stopped(self, ids: I32) -> Bool:
-        """Which of the ids that a step sampled, [S], are end tokens of the sequences that they belong to."""
+        """Return which of the ids that a step sampled, [S], are end tokens of the sequences that they belong to."""
         stopped: Bool = (self.stop_ids == ids).any(axis=0)
         for row in self.many_stops:
             stopped[row] = int(ids[row]) in self.seqs[row].stop_ids
@@ -83,19 +91,19 @@ class Rows:
 
 
 class Batch:
-    """State per slot that steps read and advance.
+    """The state per slot that steps read and advance.
 
-    num_tokens    length, tokens counted that a step in flight is sampling
+    num_tokens    length, including tokens that a step in flight is sampling
     tokens        [num_slots, max_model_len + 1] ids of each sequence
-    logprobs      as tokens, of those that were sampled while it ran; None where nobody wants them
-    num_known     how many of them have reached the host
-    num_computed  tokens whose K,V are in the cache once the steps in flight are done
-    last_step     number of the last step the slot took part in
+    logprobs      like `tokens`, of the tokens that were sampled while it ran; None if no request wants them
+    num_known     number of tokens that have reached the host
+    num_computed  number of tokens whose K and V are in the cache once the steps in flight are done
+    last_step     number of the last step that the slot took part in
     predicted     length at which the sequence is expected to end
-    num_found     tokens that were in the cache as it joined
+    num_found     number of tokens that were in the cache when it joined
     changes_at    output length at which its rank may change
-    is_running    in `order`
-    tbt           seconds between two of its tokens, on average, that it asks for, or inf
+    is_running    whether the slot is in `order`
+    tbt           the average seconds between two of its tokens that it asks for, or inf
     first_at      when its first token landed, on the scheduler's clock, or inf
     order         slots of the running sequences, by level, rank and arrival
     """
@@ -113,23 +121,27 @@ class Batch:
         self.num_tokens, self.num_known, self.num_computed = counts(), counts(), counts()
         self.prompt_len, self.max_total, self.last_step, self.min_output = counts(), counts(), counts(), counts()
         self.predicted, self.num_found, self.changes_at, self.clients = counts(), counts(), counts(), counts()
-        self.tokens: I32 = np.zeros((num_slots, max_model_len + 1), np.int32)  # memory once it is written to
+        # A row becomes resident memory only when it is written.
+        self.tokens: I32 = np.zeros((num_slots, max_model_len + 1), np.int32)
         self.logprobs: F32 | None = np.zeros(self.tokens.shape, np.float32) if keep_logprobs else None
         self.is_running: Bool = np.zeros(num_slots, np.bool_)
         self.tbt: F64 = np.full(num_slots, np.inf)
         self.first_at: F64 = np.full(num_slots, np.inf)
-        self.stop_ids: I32 = np.full((FEW_STOP_IDS, num_slots), -1, np.int32)  # of those that have no more
+        self.stop_ids: I32 = np.full((FEW_STOP_IDS, num_slots), -1, np.int32)  # of sequences with at most FEW_STOP_IDS
         self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
         self.repetition, self.presence, self.frequency = floats(), floats(), floats()
         self.top_k: I32 = np.zeros(num_slots, np.int32)
         self.num_logprobs: I32 = np.zeros(num_slots, np.int32)
         self.seeds: U64 = np.zeros(num_slots, np.uint64)
-        self._lists: dict[int, _Lists] = {}  # of the slots that have any
-        self._rows: Rows | None = None  # of the last step that landed
-        self._decode_shape: _Shape | None = None  # of all in `order`; None after one joined or left
+        self._lists: dict[int, _Lists] = {}  # only slots that have any
+        self._rows: Rows | None = None  # those of the last step that landed
+        self._decode_shape: _Shape | None = None  # that of all slots in `order`; None after one joined or left
 
     def join(self, seq: Sequence, num_computed: int = 0) -> int:
-        """Give a waiting sequence a slot and its place in `order`. num_computed: of its tokens are in the cache."""
+        """Give a waiting sequence a slot and its place in `order`.
+
+        num_computed: the number of its tokens that are in the cache.
+        """
         slot = seq.slot = self.free_slots.pop()
         self.seqs[slot] = seq
         last = self.seqs[self.order[-1]] if len(self.order) else None
@@ -151,20 +163,20 @@ class Batch:
         return slot
 
     def sort(self) -> None:
-        """Put the running sequences into order after a rank has changed."""
+        """Sort the running sequences after a rank has changed."""
         running = [(key_of(seq), slot) for slot in self.order.tolist() if (seq := self.seqs[slot]) is not None]
         self.order = np.array([slot for _, slot in sorted(running)], np.int64)
         self._decode_shape = None
 
     def leave(self, slot: int) -> None:
-        """Take a sequence out of the running ones. Its slot stays its own until `free`."""
+        """Remove a sequence from the running ones; its slot stays reserved until `free`."""
         self.sync(slot)
         self.is_running[slot] = False
         self.order = self.order[self.order != slot]
         self._decode_shape = None
 
     def sync(self, slot: int) -> None:
-        """Bring a sequence's own lists up to date."""
+        """Bring the sequence's own lists of tokens and log probabilities up to date."""
         seq = self.seqs[slot]
         assert seq is not None
         seq.token_ids += self.tokens[slot, len(seq.token_ids) : self.num_known[slot]].tolist()
@@ -178,19 +190,22 @@ class Batch:
         self.free_slots.append(slot)
 
     def last_first(self) -> Iterator[Sequence]:
-        """The running sequences, from the last in order on."""
+        """Yield the running sequences in reverse order."""
         return (seq for slot in reversed(self.order.tolist()) if (seq := self.seqs[slot]) is not None)
 
     def decoding(self) -> I64:
-        """Slots of the running sequences that have their first token."""
+        """Return the slots of the running sequences that have their first token."""
         return self.order[self.num_known[self.order] > self.prompt_len[self.order]]
 
     def decode_work(self, slots: I64) -> StepWork:
-        """One token for each of these slots."""
+        """Return the work of a step that decodes one token for each of these slots."""
         return StepWork(len(slots), len(slots), float(self.num_tokens[slots].sum()))
 
     def due(self, slots: I64) -> F64:
-        """When the next token of each is due if it keeps to its `tbt` on average; inf where it asks for none or has no token yet."""
+        """Return when the next token of each slot is due for it to keep to its `tbt` on average.
+
+        It is inf if the sequence asks for no `tbt` or has no token yet.
+        """
         count = self.num_known[slots] - self.prompt_len[slots]
         is_asked = np.isfinite(self.tbt[slots]) & (count > 0)
         due: F64 = np.where(is_asked, self.first_at[slots] + count * np.where(is_asked, self.tbt[slots], 0.0), np.inf)
@@ -208,7 +223,7 @@ class Batch:
         self.repetition[slot] = params.repetition_penalty
         self.presence[slot], self.frequency[slot] = params.presence_penalty, params.frequency_penalty
         self.seeds[slot] = seq.seed
-        # The runner counts 0 as "none", so the chosen token's log probability alone costs one more.
+        # The runner takes 0 as "no log probabilities", so a request for the chosen token's alone asks for one.
         self.num_logprobs[slot] = 0 if params.logprobs is None else max(params.logprobs, 1)
         self.min_output[slot] = params.min_tokens
         self._lists.pop(slot, None)
@@ -222,7 +237,10 @@ class Batch:
             )
 
     def rows_of(self, seq_slots: I32) -> Rows:
-        """Slots, and whose they are: a slot stays its sequence's own until its last step has landed."""
+        """Return the slots of a step and their sequences.
+
+        A slot stays reserved for its sequence until its last step has landed.
+        """
         if self._rows is None or self._rows.seq_slots is not seq_slots:
             slots = seq_slots.astype(np.int64)
             seqs = [seq for slot in slots.tolist() if (seq := self.seqs[slot]) is not None]
@@ -233,9 +251,9 @@ class Batch:
         return self._rows
 
     def plan(self, slots: I64, num_new: I64, cache: KVCacheManager, step: int) -> StepPlan:
-        """The plan that computes the next `num_new` tokens of each of `slots`, and what follows from it.
+        """Make the plan that computes the next `num_new` tokens of each of `slots`, and advance the state accordingly.
 
-        A sequence whose last token is among them samples one more, which counts from now on.
+        A sequence whose last token is among them samples one more token, which is counted from now on.
         """
         start = self.num_computed[slots]
         end = start + num_new
@@ -292,9 +310,9 @@ class Batch:
         return tuple(table[:, :max_blocks][slots] for table in cache.tables)
 
     def _tables(self, shape: _Shape, cache: KVCacheManager, max_blocks: int) -> tuple[I32, ...]:
-        """Block tables of all running sequences, kept from step to step: only rows that changed are copied.
+        """Return the block tables of all running sequences, which are kept between steps: only changed rows are copied.
 
-        There are two of each, since the step in flight still reads its own.
+        There are two of each, because the step in flight still reads its own.
         """
         changed = cache.take_changed()
         for tables in shape.tables:
@@ -332,7 +350,7 @@ class Batch:
         )
 
     def _late(self, slots: I64, shape: _Shape) -> tuple[I32, I32]:
-        """Rows whose id is still being sampled, and their slots."""
+        """Return the rows whose token id is still being sampled, and their slots."""
         is_late = self.num_tokens[slots] > self.num_known[slots]
         count = np.count_nonzero(is_late)
         if count == len(slots) == len(shape.row_slots):

@@ -1,4 +1,4 @@
-"""The sizes and choices of a scheduler."""
+"""The configuration of a scheduler: its sizes and choices."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from inferc.runtime.scheduler.policies import parse_policy
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Sizes in tokens, sequences and blocks. `num_blocks` is of each of `groups` and includes the reserved block 0.
+    """The configuration of a scheduler, with sizes in tokens, sequences and blocks.
 
-    policy: see policies.py. tbt_ms: no step shall take longer while somebody decodes. overcommit: let in whoever has room
-    now, and preempt the last when blocks are missing. kv_events: collect what the prefix cache stores and evicts.
-    partial_blocks: what of a block begins alike is copied, which the runner must be able to. num_offloaded: blocks of each group's lower tier, if there is one;
-    offload_in_place: steps read them as they lie, else they are copied to the arena first.
-    keep_logprobs: of every sampled token, in `Sequence.logprobs`.
+    num_blocks: for each of `groups`, including the reserved block 0.
+    policy: see policies.py.
+    tbt_ms: no step with decodes shall take longer.
+    overcommit: admit every sequence that has room now, and preempt the last one when blocks are missing.
+    kv_events: collect what the prefix cache stores and evicts.
+    partial_blocks: copy the common first tokens of a block; the runner must support it.
+    num_offloaded: the blocks of each group's offload tier; empty if there is none.
+    offload_in_place: steps read offloaded blocks directly; otherwise they are copied to the arena first.
+    keep_logprobs: keep the log probability of every sampled token in `Sequence.logprobs`.
     """
 
     max_num_seqs: int

@@ -1,4 +1,4 @@
-"""The scheduler's side of the offload tier. This is the seam: `NoOffload` where there is none, `Offload` over a manager."""
+"""The scheduler's interface to the offload tier: `NoOffload` if there is none, `Offload` over a manager."""
 
 from __future__ import annotations
 
@@ -11,45 +11,54 @@ from inferc.runtime.step.sequence import Sequence
 
 
 class NoOffload:
-    """No offload tier: nothing is stored, nothing found, nobody waits."""
+    """The offload tier of a cache without one: nothing is stored, nothing is found, and no sequence waits."""
 
     manager: OffloadManager | None = None
     is_busy = False
-    """Whether blocks move, or are about to."""
+    """Whether blocks are being copied between tiers, or are about to be."""
     num_waiting = 0
-    """Sequences that wait for what an earlier run left."""
+    """The number of sequences that wait for blocks that an earlier run left."""
     are_blocks_coming = False
-    """Whether blocks of the arena will be free once they are copied."""
+    """Whether blocks of the arena will become free when their copies are done."""
 
     def keeps_waiting(self, seq: Sequence) -> bool:
-        """Whether a new sequence is to wait until what an earlier run left of it is checked; `look` returns it then."""
+        """Return whether a new sequence must wait until the blocks that an earlier run left of it are verified.
+
+        `look` returns it then.
+        """
         return False
 
     def look(self, scheduled: int, landed: int) -> list[Sequence]:
-        """Let what moves move on; returns sequences that need not wait any more. The numbers are of steps."""
+        """Advance the copies between tiers, and return the sequences that need not wait any more.
+
+        scheduled, landed: the numbers of the last step that was scheduled and of the last that landed.
+        """
         return []
 
     def admitted(self, seq: Sequence, num_found: int) -> None:
-        """A sequence begins behind so many blocks."""
+        """Note that a sequence was admitted with `num_found` blocks from the cache."""
 
     def before_preemption(self, slot: int, scheduled: int) -> None:
-        """A sequence is about to lose its blocks."""
+        """Save the blocks of a sequence that is about to lose them."""
 
     def makes_room(self, slot: int, scheduled: int) -> bool:
-        """Whether a sequence that is alone and finds no block will find one, for having more of its own offloaded."""
+        """Return whether offloading more of a sequence that is alone and finds no block will give it one."""
         return False
 
     def must_end(self, num_tokens: int) -> bool:
-        """Whether a sequence of this length can not go on: it is longer than the arena, and nothing can be stored now."""
+        """Return whether a sequence of this length cannot go on.
+
+        It cannot if it is longer than the arena and nothing can be stored now.
+        """
         return False
 
     def abandon(self, seq: Sequence) -> bool:
-        """End the waiting of a sequence; False: it does not wait here."""
+        """End the waiting of a sequence, and return whether it was waiting here."""
         return False
 
 
 class Offload(NoOffload):
-    """Blocks go to the offload tier and come back, as its manager decides."""
+    """An offload tier that stores and loads blocks as its manager decides."""
 
     def __init__(
         self,
@@ -83,7 +92,7 @@ class Offload(NoOffload):
         return self.manager.look(batch.order, batch.num_tokens, batch.seqs, scheduled, landed)
 
     def admitted(self, seq: Sequence, num_found: int) -> None:
-        self._prefixes.tell(seq, 0, num_found)  # an earlier run may have left it, and nobody was told
+        self._prefixes.tell(seq, 0, num_found)  # an earlier run may have left the blocks, which no event reported
 
     def before_preemption(self, slot: int, scheduled: int) -> None:
         self._prefixes.publish_known(slot)

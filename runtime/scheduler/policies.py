@@ -1,8 +1,8 @@
-"""Policies: who is let in first, who gives way to whom, and when a batch begins.
+"""The scheduling policies: the order of admission, which sequence gives way to which, and when a batch begins.
 
-A policy gives each sequence a level, strict, and within it a rank in seconds: the lowest is let in first and preempted
-last. Ranks hold the time of arrival, so whoever waits long enough comes first whatever it asks for; only levels can keep
-somebody waiting for ever.
+A policy gives each sequence a level, and within the level a rank in seconds; the lowest is admitted first and preempted
+last. Levels are strict. Ranks include the time of arrival, so a sequence that waits long enough comes first whatever it
+asks for; only levels can keep a sequence waiting for ever.
 """
 
 from __future__ import annotations
@@ -16,52 +16,63 @@ from inferc.runtime.scheduler.waiting_queue import key_of
 from inferc.runtime.step.forecast import Forecast
 from inferc.runtime.step.sequence import Sequence
 
-PATIENCE = 50.0  # sjf and lpm: a second of work costs this many of waiting
-LEVEL_SECONDS = 120.0  # mlq: what a demotion costs
-FIRST_LEVEL_TOKENS = 64  # mlq: of the first level; each next one is twice as long
-PROMPT_TOKENS = 8  # mlq: tokens of a prompt that count as one that is sampled
-NO_HURRY = 60.0  # slo: seconds to the first token of a request that says nothing
-REST_SECONDS = 300.0  # slo: how much longer the rest of one may take that asks for no time between tokens
-TURN_TOKENS = 16  # slo: who is so many tokens ahead of its time between them may give way, and is looked at so often
+PATIENCE = 50.0  # sjf and lpm: a second of work counts like this many seconds of waiting
+LEVEL_SECONDS = 120.0  # mlq: the rank that a demotion costs
+FIRST_LEVEL_TOKENS = 64  # mlq: the tokens of the first level; each next level is twice as long
+PROMPT_TOKENS = 8  # mlq: this many prompt tokens count as one sampled token
+NO_HURRY = 60.0  # slo: seconds to the first token of a request without `ttft_ms`
+REST_SECONDS = 300.0  # slo: the additional seconds for the other tokens of a request without `tbt_ms`
+# slo: a sequence that is this many tokens ahead of its `tbt_ms` may give way; ranks are renewed after as many tokens.
+TURN_TOKENS = 16
 NEVER = 1 << 60
 
 
 class Policy:
-    """First come, first served. The others override what they do differently."""
+    """The policy "first come, first served"; the other policies override what they do differently."""
 
     name = "fcfs"
-    foresees = False  # asks the forecast, which therefore learns
-    reranks = False  # ranks depend on what the cache holds
-    demotes = False  # a running sequence's rank rises by what it gets
-    preempts = False  # for want of room a running sequence may give way to a waiting one
-    refuses = False  # ends early what can not meet its objective
-    window: float | None = None  # seconds; not None: a batch begins when the one before it is done, this long after the
-    # first of its requests came, or when it is full
+    foresees = False  # whether it uses the forecast, which must then learn
+    reranks = False  # whether ranks depend on what the cache holds
+    demotes = False  # whether a running sequence's rank rises with the tokens that it gets
+    preempts = False  # whether a running sequence may give way to a waiting one that has no room
+    refuses = False  # whether it refuses requests that cannot meet their objectives
+    # None: sequences join at any time. Otherwise batches are static: a batch begins when the one before it is done and
+    # is full, or this many seconds after its first request came.
+    window: float | None = None
 
     def level(self, seq: Sequence) -> int:
-        """The lowest is let in first, whatever the others' ranks are."""
+        """Return the level of a sequence; the lowest is admitted first, whatever the ranks are."""
         return 0
 
     def rank(self, seq: Sequence, forecast: Forecast, num_found: int) -> float:
-        """Seconds on the scheduler's clock. num_found: tokens that the cache has of the sequence."""
+        """Return the rank of a sequence, in seconds on the scheduler's clock.
+
+        num_found: the number of its tokens that are in the cache.
+        """
         return seq.arrived
 
     def changes_at(self, seq: Sequence) -> int:
-        """The number of sampled tokens at which a running sequence's rank is asked for again, if this one demotes."""
+        """Return the number of sampled tokens at which a running sequence gets a new rank, if the policy demotes."""
         return NEVER
 
     def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
-        """Whether `running` is preempted if `waiting` has no room. Never of one that is served first."""
+        """Return whether `running` is preempted if `waiting` has no room.
+
+        It is never true of a sequence that is served first.
+        """
         return False
 
     def last_to_give_way(self, last_first: Iterable[Sequence], waiting: Sequence) -> Sequence | None:
-        """Of the running ones, from the last in order on, the first that gives way; nobody before `waiting` does."""
+        """Return the last of the running sequences that gives way to `waiting`, or None.
+
+        Sequences that are ordered before `waiting` never give way.
+        """
         behind = takewhile(lambda running: key_of(running) > key_of(waiting), last_first)
         return next((running for running in behind if self.gives_way(running, waiting)), None)
 
 
 class Priority(Policy):
-    """Strict classes: the higher the request's `priority`, the sooner."""
+    """The policy of strict priority classes: the higher the request's `priority`, the sooner it is served."""
 
     name = "priority"
     preempts = True
@@ -74,7 +85,9 @@ class Priority(Policy):
 
 
 class MultiLevelQueue(Policy):
-    """Multi-level feedback: what has got much ranks behind what has just come; a long prompt begins on a lower level.
+    """The multi-level feedback policy: sequences that have got many tokens rank behind those that have just come.
+
+    A long prompt begins on a lower level.
 
     Source: Wu et al. 2023, "Fast Distributed Inference Serving for Large Language Models" (skip-join MLFQ).
     """
@@ -89,12 +102,15 @@ class MultiLevelQueue(Policy):
         return level_end(seq.prompt_len, seq.num_output)
 
     def gives_way(self, running: Sequence, waiting: Sequence) -> bool:
-        # A third of a level's worth behind, or two sequences would take turns.
+        # The difference must be a third of a level, or two sequences would preempt each other in turns.
         return waiting.rank + LEVEL_SECONDS / 3 < running.rank
 
 
 class ShortestJobFirst(Policy):
-    """By predicted seconds of prefill and decode. Source: Fu et al. 2024, "Efficient LLM Scheduling by Learning to Rank"."""
+    """The policy that ranks by predicted seconds of prefill and decode.
+
+    Source: Fu et al. 2024, "Efficient LLM Scheduling by Learning to Rank".
+    """
 
     name = "sjf"
     foresees = True
@@ -104,7 +120,10 @@ class ShortestJobFirst(Policy):
 
 
 class LongestPrefixMatch(Policy):
-    """By what is left to compute of the prompt. Source: Zheng et al. 2024, "SGLang" (cache-aware scheduling)."""
+    """The policy that ranks by the seconds that the uncached part of the prompt takes.
+
+    Source: Zheng et al. 2024, "SGLang" (cache-aware scheduling).
+    """
 
     name = "lpm"
     foresees = reranks = True
@@ -114,12 +133,15 @@ class LongestPrefixMatch(Policy):
 
 
 class Objectives(Policy):
-    """By the time at which the next token is due; what can not be met is refused, so that others are met.
+    """The policy that ranks by the time at which the next token is due, and refuses requests that cannot be in time.
 
-    The first is due by `ttft_ms`, each next one so that those after the first are `tbt_ms` apart on average: who runs gets ahead
-    of that, and gives way where somebody would be late. So does, first of all, who has the first token and asks for no time between
-    the others, or whose objectives are lost; its rank is still of its arrival, so it does not do so for ever.
-    Source: Liu and Layland 1973 (earliest deadline first); Moore 1968 (who is left out), see slo_admission.py.
+    The first token is due by `ttft_ms`; the others are due such that they are `tbt_ms` apart on average. A running
+    sequence gets ahead of that, and gives way if another would be late. A sequence gives way first of all if it has its
+    first token and has no `tbt_ms`, or if its objectives are lost; its rank still depends on its arrival, so it does
+    not wait for ever.
+
+    Source: Liu and Layland 1973 (earliest deadline first); Moore 1968 (which requests to leave out), see
+    slo_admission.py.
     """
 
     name = "slo"
@@ -142,14 +164,14 @@ class Objectives(Policy):
 
 
 class Static(Policy):
-    """A baseline: nobody joins a batch that has begun."""
+    """The baseline policy of static batches: no sequence joins a batch that has begun."""
 
     name = "static"
     window = 0.0
 
 
 class Window(Policy):
-    """A baseline: static batches, of what comes within some milliseconds."""
+    """The baseline policy of static batches of the requests that come within some milliseconds."""
 
     def __init__(self, milliseconds: int) -> None:
         self.name = f"window:{milliseconds}ms"
@@ -164,7 +186,7 @@ NAMES = (*POLICIES, "window:Nms")
 
 
 def parse_policy(name: str) -> Policy:
-    """The policy of a name. Raises ConfigError for one that does not exist."""
+    """Return the policy of a name; raise ConfigError if there is none."""
     if name in POLICIES:
         return POLICIES[name]()
     if (match := re.fullmatch(r"window:([1-9]\d{0,5})ms", name)) is not None:
@@ -173,21 +195,21 @@ def parse_policy(name: str) -> Policy:
 
 
 def is_due(seq: Sequence) -> bool:
-    """slo: whether the next token of a waiting sequence is to be there by a time that the request gives."""
+    """Return whether the request sets a time for the next token of a waiting sequence (policy slo)."""
     return not seq.is_lost and (seq.params.tbt_ms if seq.num_output else seq.params.ttft_ms) is not None
 
 
 def served_tokens(prompt_len: int, num_output: int) -> int:
-    """mlq: what a sequence has got."""
+    """Return how many tokens a sequence has been served, counted as by policy mlq."""
     return prompt_len // PROMPT_TOKENS + num_output
 
 
 def level_of(served: int) -> int:
-    """mlq: the level of a sequence that has got as many tokens; 0 is the first."""
+    """Return the level of a sequence that has been served so many tokens (policy mlq); 0 is the first."""
     return (served // FIRST_LEVEL_TOKENS + 1).bit_length() - 1
 
 
 def level_end(prompt_len: int, num_output: int) -> int:
-    """mlq: the number of sampled tokens at which a sequence is demoted next."""
+    """Return the number of sampled tokens at which a sequence is demoted next (policy mlq)."""
     level = level_of(served_tokens(prompt_len, num_output))
     return FIRST_LEVEL_TOKENS * ((2 << level) - 1) - prompt_len // PROMPT_TOKENS

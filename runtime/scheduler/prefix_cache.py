@@ -1,10 +1,11 @@
-"""What of a sequence is found in the cache of earlier ones, and what others will find of it.
+"""The prefix cache of the scheduler: finds the cached first blocks of a sequence, and publishes blocks for later ones.
 
-Where sequences part within a block, what they share of it is copied to a block of the later one (copy on write, done at once, since
-it goes on to write there). Of the block that a sequence leaves behind the tokens it had are kept for that too.
+If two sequences diverge within a block, the tokens of it that they share are copied to a block of the later sequence
+(copy on write, done at once, because the sequence goes on to write there). The last, incomplete block that a sequence
+leaves behind is kept for that as well.
 
-A block can be found as soon as a step that fills it is scheduled: steps run one after the other, and in a step each layer
-stores the K and V of all its tokens before any is read.
+A block can be found as soon as a step that fills it is scheduled: steps run one after the other, and in a step each
+layer stores the K and V of all its tokens before any is read.
 """
 
 from __future__ import annotations
@@ -22,32 +23,35 @@ from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.step.plan import I32, I64, Copies
 from inferc.runtime.step.sequence import Sequence
 
-SUBMITTED = 0  # before any step that is still to be scheduled
+SUBMITTED = 0  # the step number of blocks that are computed before any step still to be scheduled
 
 
 class Hashed(Protocol):
-    """Tokens by the hashes of their full blocks: a sequence, or a text that is scored. root: what comes before the first."""
+    """A token sequence with the hashes of its full blocks; `root` is the hash before the first block.
+
+    It is a sequence of the batch, or a text that is scored.
+    """
 
     root: bytes
     hashes: list[bytes]
 
 
 class PrefixCache:
-    """Blocks of a batch's sequences by the hashes of their tokens; finds and publishes nothing if it is not on."""
+    """The blocks of a batch's sequences by the hashes of their tokens; it finds and publishes nothing if it is off."""
 
     def __init__(
         self, cache: KVCacheManager, batch: Batch, config: SchedulerConfig, events: CacheEvents | None
     ) -> None:
         self.cache, self.batch, self.is_on, self.events = cache, batch, config.prefix_cache, events
-        self.step = 1  # that is being scheduled, or will be next
-        # What is copied from the lower tier first may take the place of a block that a part is to be copied from.
+        self.step = 1  # the step that is being scheduled, or will be next
+        # Blocks that are loaded from the offload tier first may overwrite a block from which tokens are to be copied.
         copies_parts = config.partial_blocks and (config.offload_in_place or not config.num_offloaded)
         self._partial = PartialIndex() if config.prefix_cache and copies_parts else None
-        self._copies: list[tuple[list[int], list[int], int]] = []  # from which blocks to which, and how many tokens
+        self._copies: list[tuple[list[int], list[int], int]] = []  # (source blocks, target blocks, number of tokens)
         self._places: I64 = np.arange(cache.block_size)
 
     def find(self, seq: Sequence) -> list[bytes]:
-        """The hashes of its first blocks that are in the cache; one token at least is left to compute."""
+        """Return the hashes of a sequence's cached first blocks, leaving at least one token to compute."""
         if not self.is_on:
             return []
         if not seq.hashes:
@@ -58,7 +62,10 @@ class PrefixCache:
         return seq.hashes[: self.cache.find(seq.hashes[: self.most_found(seq)])]
 
     def find_partial(self, seq: Sequence, num_blocks: int) -> tuple[list[int], int] | None:
-        """The block of each group that begins as a sequence goes on behind its first blocks, and for how many tokens."""
+        """Return the block of each group that begins with the tokens behind a sequence's first blocks, or None.
+
+        The second result is how many of these tokens the blocks hold.
+        """
         if self._partial is None or seq.params.tap or num_blocks >= self.cache.max_cached_blocks:
             return None
         size, parent = self.cache.block_size, seq.hashes[num_blocks - 1] if num_blocks else seq.root
@@ -73,13 +80,13 @@ class PrefixCache:
         return blocks, found[1]
 
     def copy(self, source: list[int], slot: int, block: int, count: int) -> None:
-        """Let the first tokens of a slot's block, in each group, be those of another before the step begins."""
+        """Copy the first tokens of another block to a slot's block, in each group, before the step begins."""
         target = [int(table[slot, block]) for table in self.cache.tables]
         if source != target:
             self._copies.append((source, target, count))
 
     def take_copies(self) -> tuple[Copies, ...]:
-        """What the step that is scheduled copies first, of each group."""
+        """Return the copies that the scheduled step makes first, for each group."""
         copies, self._copies = self._copies, []
         size, groups = self.cache.block_size, []
         for index in range(len(self.cache.groups) if copies else 0):
@@ -94,15 +101,18 @@ class PrefixCache:
         return self.cache.blocks_of(name) is not None
 
     def most_found(self, seq: Sequence) -> int:
-        """Blocks that can be found of a sequence at most; none where taps are to see what is computed."""
+        """Return the most blocks of a sequence that can be found; 0 if taps must see all tokens computed."""
         return (
             0
             if seq.params.tap
             else min((len(seq.token_ids) - 1) // self.cache.block_size, self.cache.max_cached_blocks)
         )
 
-    def publish(self, slot: int, num_tokens: int, step: int | None = None) -> None:
-        """Let the full blocks of a slot's first tokens be found, which are known, and computed by `step`: this one if not given."""
+    def cache_full_blocks(self, slot: int, num_tokens: int, step: int | None = None) -> None:
+        """Publish the full blocks among a slot's first tokens, which are known.
+
+        step: the step that computes them; the one being scheduled if not given.
+        """
         first = int(self.cache.num_cached_blocks[slot])
         count = min(num_tokens // self.cache.block_size, self.cache.max_cached_blocks)
         if not self.is_on or count <= first:
@@ -113,7 +123,7 @@ class PrefixCache:
         self.tell(seq, first, count)
 
     def publish_text(self, slot: int, text: Hashed, token_ids: I32, salt: str) -> None:
-        """The same of a text that is no sequence of the batch, of its first tokens, all of which are computed."""
+        """Publish the full blocks of the first tokens of a text that is no sequence of the batch; all are computed."""
         first, size = int(self.cache.num_cached_blocks[slot]), self.cache.block_size
         count = min(len(token_ids) // size, self.cache.max_cached_blocks)
         if not self.is_on or count <= first:
@@ -131,22 +141,22 @@ class PrefixCache:
             self._list(text, block, token_ids[block * size :][:size], self.step if step is None else step)
 
     def tell(self, seq: Sequence, first: int, end: int) -> None:
-        """Those who want to know that some blocks of a running sequence can be found."""
+        """Report to the event log that blocks of a running sequence can be found."""
         if self.events is None:
             return
         ids = self.batch.tokens[seq.slot, first * self.cache.block_size : end * self.cache.block_size]
         self.events.publish(seq.hashes, first, ids.tobytes(), seq.params.cache_salt)
 
     def _list(self, text: Hashed, block: int, token_ids: I32, step: int) -> None:
-        """A full block can be found by its first tokens."""
+        """List a full block in the index of first tokens."""
         if self._partial is not None:
             parent = text.hashes[block - 1] if block else text.root
             self._partial.add(parent, token_ids, text.hashes[block], step, self._is_there)
 
     def publish_known(self, slot: int) -> None:
-        """Let all be found that a slot has computed, the last block too as far as it is."""
+        """Publish all that a slot has computed, including its last, incomplete block."""
         count = int(min(self.batch.num_computed[slot], self.batch.num_known[slot]))
-        self.publish(slot, count, SUBMITTED)
+        self.cache_full_blocks(slot, count, SUBMITTED)
         block, size, seq = count // self.cache.block_size, self.cache.block_size, self.batch.seqs[slot]
         if self._partial is None or count % size < LEAST or seq is None or block >= self.cache.max_cached_blocks:
             return
@@ -157,13 +167,13 @@ class PrefixCache:
             self._partial.add(parent, ids, name, SUBMITTED, self._is_there)
 
     def publish_last(self, slots: I64) -> None:
-        """Let the last block of each of some slots be found, which decoding has filled."""
+        """Publish the last block of each of some slots, which decoding has filled."""
         cache, seqs, size = self.cache, self.batch.seqs, self.cache.block_size
-        # Who found no block to go on with is asked for again, and may have that one in the lower tier by now.
+        # A slot that found no next block asks again, and its last block may be in the offload tier by now.
         slots = slots[cache.num_cached_blocks[slots] < cache.num_grown[slots]]
         slots = slots[cache.num_grown[slots] <= cache.max_cached_blocks]
         last = cache.num_grown[slots] - 1
-        # All its tokens are known: only the one behind it may be on its way.
+        # All tokens of the block are known: only the one behind it may be in flight.
         ids = self.batch.tokens[slots[:, None], (last * size)[:, None] + self._places].tobytes()
         names, priorities, count = [], [], 4 * size
         for row, (slot, block) in enumerate(zip(slots.tolist(), last.tolist(), strict=True)):

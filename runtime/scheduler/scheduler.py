@@ -1,22 +1,23 @@
-"""Who computes how many tokens in the next step.
+"""The scheduler, which decides how many tokens of which sequences the next step computes.
 
 One idea: a sequence has `num_tokens` and `num_computed_tokens`, and a step hands out the difference until the token
-budget is spent: to running sequences before waiting ones, to decodes before prefills. Who goes first among them is the
-policy's to say (policies.py; `waiting` adds fairness between clients). Whoever ranks last is preempted first, so the
-first always advances. Nobody is let in whose blocks, as far as can be foreseen, would be missing later on.
+budget is spent: to running sequences before waiting ones, to decodes before prefills. The policy decides the order
+among them (policies.py; `waiting` adds fairness between clients). The sequence that ranks last is preempted first, so
+the first always advances. No sequence is admitted whose blocks are predicted to be missing later on.
 
 `schedule` may run before the step in flight has landed: it counts one token for each sequence that samples there.
 `update` lands a step. A sequence that leaves while a step in flight still writes to its slot and blocks keeps them
 until that step has landed; if it turned out to have ended, the token sampled there is dropped.
 
-Where the prefix cache is on (prefix_cache.py), a sequence begins behind the blocks that are found by their hashes.
+With the prefix cache (prefix_cache.py) a sequence begins behind the blocks that are found by their hashes.
 
-Where the cache has a lower tier (runtime/offload), a preempted sequence's blocks may be copied there before anybody gets them, and a
-sequence longer than the arena has its oldest there while it runs. One that waits for what an earlier run left is in no line.
+With an offload tier (runtime/offload) a preempted sequence's blocks may be copied there before they are reused, and a
+sequence longer than the arena keeps its oldest blocks there while it runs. A sequence that waits for blocks of an
+earlier run is in no queue.
 
-A prompt's blocks are taken as it is admitted, but in the KV groups that give blocks back only those of the next chunk:
-a chunk then takes what there is room for. Sequences never wait for one another in a circle: the first gets the blocks
-of all the others if it needs them, and alone every sequence fits that the engine accepts.
+A prompt's blocks are taken at admission, except in the KV groups that give blocks back, which take those of the next
+chunk only: a chunk is as long as there is room. Sequences never wait for one another in a circle: the first gets the
+blocks of all others if it needs them, and every sequence that the engine accepts fits if it is alone.
 """
 
 from __future__ import annotations
@@ -43,29 +44,35 @@ from inferc.runtime.step.forecast import Caution, Forecast
 from inferc.runtime.step.plan import I32, I64, StepPlan, StepResult
 from inferc.runtime.step.sequence import Output, Sequence, Status, StepOutputs
 
-SAMPLED_COST = 2.0  # of a token, where a token of a prompt costs a client 1
+SAMPLED_COST = 2.0  # the cost of a sampled token for a client, relative to a prompt token
 NUM_RERANKED = 32
-MOVE_SECONDS = 0.0005  # between two looks at what moves between the tiers of the cache, while no step can be made
+# The interval at which copies between the tiers of the cache are checked while no step can be made.
+MOVE_SECONDS = 0.0005
 
 
 class Scheduler:
-    """Owns `waiting`, the running batch and the token budget."""
+    """The scheduler of one engine, which owns the waiting queue, the running batch and the token budget."""
 
     def __init__(
         self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic, mover: BlockMover | None = None
     ) -> None:
-        """mover: of the offload tier, if `config.num_offloaded` says that there is one."""
+        """Create a scheduler; `mover` is that of the offload tier, if `config.num_offloaded` says that there is one."""
         self.config = config
         self.clock = clock
         self.policy = parse_policy(config.policy)
         self.forecast = Forecast(config.max_num_batched_tokens)
-        self.foresees = self.policy.foresees or config.tbt_ms is not None or mover is not None  # steps must be observed
+        # whether steps are observed
+        self.foresees = self.policy.foresees or config.tbt_ms is not None or mover is not None
         self.waiting = WaitingQueue()
-        self.refused: list[tuple[Sequence, str]] = []  # ended by the policy, and why
-        self.wake_at: float | None = None  # when the waiting may begin, if time alone keeps them
+        self.refused: list[tuple[Sequence, str]] = []  # sequences that the policy ended, with the reason
+        self.wake_at: float | None = None  # when waiting sequences may begin, if only time keeps them
         self.batch = Batch(config.max_num_seqs, config.max_model_len, config.keep_logprobs)
         self.cache = KVCacheManager(
-            *(config.groups, config.num_blocks, config.limits, config.chunked_prefill, config.num_offloaded),
+            config.groups,
+            config.num_blocks,
+            config.limits,
+            config.chunked_prefill,
+            config.num_offloaded,
             config.offload_in_place,
         )
         self.events = CacheEvents(self.cache) if config.kv_events else None
@@ -79,18 +86,20 @@ class Scheduler:
             self._admission = SloAdmission(self.batch, self.forecast, config)
         elif config.tbt_ms is not None:
             self._admission = TimedAdmission(self.batch, self.forecast, config)
-        self.joined: list[Sequence] = []  # got their slot in the last `schedule`
-        self.hold = False  # admit nobody
+        self.joined: list[Sequence] = []  # the sequences that got a slot in the last `schedule`
+        self.hold = False  # whether no sequence may be admitted
         self.num_preemptions = 0
         self._caution = Caution()
-        self.num_prompt_tokens = self.num_cached_tokens = 0  # of sequences let in, and of these found in the cache
-        self._no_room: tuple[Sequence | None, int] = (None, 0)  # who found none, and the cache's `num_gains` then
+        self.num_prompt_tokens = self.num_cached_tokens = 0  # of admitted sequences; the latter were in the cache
+        # the sequence that found no room, with `num_gains` of the cache at that time
+        self._no_room: tuple[Sequence | None, int] = (None, 0)
         self._in_flight: deque[tuple[int, StepPlan]] = deque()
-        self._leaving: deque[tuple[int, Sequence]] = deque()  # left; their slots are free after that step
+        self._leaving: deque[tuple[int, Sequence]] = deque()  # left; each slot becomes free after that step
         self._step = self._landed = 0
         self._num_new: I64 = np.zeros(config.max_num_seqs, np.int64)
         self._budget = 0
-        self._quota = 0  # of the batch that is being formed, who is not in yet; where batches are
+        # The number of sequences that are still to join the static batch that is being formed.
+        self._quota = 0
 
     @property
     def num_running(self) -> int:
@@ -102,7 +111,7 @@ class Scheduler:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any sequence runs, or a step is in flight."""
+        """Whether any sequence runs or a step is in flight."""
         return bool(len(self.batch.order) or self._in_flight)
 
     def add(self, seq: Sequence) -> None:
@@ -120,13 +129,13 @@ class Scheduler:
         self.waiting.add(seq)
 
     def objection(self, seq: Sequence) -> str | None:
-        """Why a sequence's objectives can not be met by any schedule, or None. Asked before it is added."""
+        """Return why no schedule can meet a sequence's objectives, or None; it is called before `add`."""
         if not self._admission.looks:
             return None
         return self._admission.objection(seq, len(self.prefixes.find(seq)) * self.cache.block_size)
 
     def abort(self, seq: Sequence) -> None:
-        """End a sequence now. Its blocks are free at once, or when the step in flight that uses them lands."""
+        """End a sequence now; its blocks are free at once, or when the step in flight that uses them lands."""
         if seq.status is Status.RUNNING:
             self._finish(seq)
         elif seq.status is Status.WAITING:
@@ -135,7 +144,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can be computed before the step in flight lands."""
+        """Return the next step, or None if nothing can be computed before the step in flight lands."""
         self._begin_step()
         self._order_by_policy()
         preemptions = self.num_preemptions
@@ -147,7 +156,7 @@ class Scheduler:
         return self._plan()
 
     def _begin_step(self) -> None:
-        """Nothing is handed out yet; blocks that are free by now are."""
+        """Reset what was handed out, and free the blocks that can be freed by now."""
         self.joined = []
         self.wake_at = None
         self._budget = self.config.max_num_batched_tokens
@@ -168,7 +177,7 @@ class Scheduler:
                 self.cache.free_outside_window(slot, position)
 
     def _order_by_policy(self) -> None:
-        """Who ranks behind others by now, who is left out, and who gives way to whom."""
+        """Refuse sequences, demote sequences and make room, as the policy says."""
         is_pressed = self._leave_out() if self._admission.looks else True
         if self.policy.demotes:
             self._demote()
@@ -176,7 +185,7 @@ class Scheduler:
             self._make_room()
 
     def _plan(self) -> StepPlan | None:
-        """What was handed out, as a step."""
+        """Make a step of the tokens that were handed out, or return None if there are none."""
         slots = self.batch.order
         num_new = self._num_new[slots]
         if np.count_nonzero(num_new) < len(slots):
@@ -195,7 +204,7 @@ class Scheduler:
         return plan
 
     def _demote(self) -> None:
-        """Let sequences that have got enough for their level rank behind those that have not."""
+        """Rank sequences that have used up their level behind those that have not."""
         batch = self.batch
         slots = batch.order[(batch.num_known - batch.prompt_len >= batch.changes_at)[batch.order]]
         for slot in slots.tolist():
@@ -206,13 +215,14 @@ class Scheduler:
             batch.changes_at[slot] = self.policy.changes_at(seq)
         if len(slots):
             batch.sort()
-            self._no_room = (None, 0)  # they may give way now
+            # The demoted sequences may give way to a waiting one now.
+            self._no_room = (None, 0)
 
     def _make_room(self) -> None:
-        """Preempt the last of the running ones that may, as long as they give way to who waits and has no room.
+        """Preempt the last running sequences that give way to the first waiting one, until it has room.
 
-        Before anything is scheduled: blocks that are published hold what the step will compute. What a step in flight uses
-        comes free when it has landed, so one is preempted at a time.
+        It runs before anything is scheduled, because published blocks hold what the step will compute. Blocks that a
+        step in flight uses become free when it has landed, so one sequence is preempted at a time.
         """
         batch = self.batch
         while self.waiting and self.num_running and not self._leaving:
@@ -225,7 +235,7 @@ class Scheduler:
             self._preempt(victim.slot)
 
     def _limit_budget(self) -> None:
-        """No more of prompts than admission has time for beside those who decode."""
+        """Limit the prompt tokens to those that admission has time for beside the decodes."""
         slots = self.batch.order
         decodes = self._num_new[slots] > 0
         self._budget = self._admission.limit(self._budget, slots[decodes], slots[~decodes])
@@ -244,13 +254,13 @@ class Scheduler:
                 self.prefixes.publish_last(slots)
             if not self.cache.grow_all(slots):
                 for slot in slots.tolist():
-                    if self._num_new[slot]:  # not preempted by an older one meanwhile
+                    if self._num_new[slot]:  # not preempted meanwhile for an earlier sequence
                         self._grow_or_preempt(slot)
 
     def _grow_or_preempt(self, slot: int) -> None:
-        """One more block for a decoding sequence, at the cost of the last that came, be it itself."""
+        """Give a decoding sequence one more block, at the cost of the last sequence, which may be itself."""
         while not self.cache.grow(slot, int(self.batch.num_tokens[slot])):
-            if self._are_blocks_coming() or self.offload.makes_room(slot, self._step):  # sit this step out
+            if self._are_blocks_coming() or self.offload.makes_room(slot, self._step):  # skip this step
                 self._budget += 1
                 self._num_new[slot] = 0
                 return
@@ -258,7 +268,7 @@ class Scheduler:
                 return
 
     def _make_way(self, slot: int) -> int:
-        """Preempt the last of the running ones, be it `slot` itself. One that can not have more than the arena now ends."""
+        """Preempt the last running sequence (maybe `slot`'s), or end one too long for the arena; return its slot."""
         victim = int(self.batch.order[-1])
         seq = self.batch.seqs[victim]
         assert seq is not None
@@ -272,11 +282,11 @@ class Scheduler:
         return slot
 
     def _are_blocks_coming(self) -> bool:
-        """Whether sequences that left hold blocks until the step in flight lands, or some are being copied."""
+        """Return whether sequences that left hold blocks until the step in flight lands, or blocks are being copied."""
         return self.offload.are_blocks_coming or any(self.cache.num_grown[seq.slot] for _, seq in self._leaving)
 
     def _schedule_prefills(self) -> None:
-        """Go on with prompts of which a part is computed. One that gets less than it could leaves no block to others."""
+        """Continue the prompts that are partly computed; an incomplete one leaves no block to those behind it."""
         batch, slots = self.batch, self.batch.order
         missing = batch.num_tokens[slots] - batch.num_computed[slots]
         if not np.count_nonzero(missing > 1):
@@ -284,19 +294,20 @@ class Scheduler:
         for i in np.flatnonzero(missing > 1).tolist():
             slot, wanted = int(slots[i]), min(int(missing[i]), self._budget)
             seq = batch.seqs[slot]
-            if seq is None or seq.status is not Status.RUNNING:  # preempted by an older one meanwhile
+            if seq is None or seq.status is not Status.RUNNING:  # preempted meanwhile for an earlier one
                 continue
             count = self._extend_or_preempt(slot, wanted) if wanted else 0
             self._num_new[slot] = count
             self._budget -= count
             if count:
-                self.prefixes.publish(slot, int(batch.num_computed[slot]) + count)
+                self.prefixes.cache_full_blocks(slot, int(batch.num_computed[slot]) + count)
 
     def _extend_or_preempt(self, slot: int, wanted: int) -> int:
-        """Blocks for the next tokens of a prompt, at the cost of those that came later if there is room for none.
+        """Take blocks for the next tokens of a prompt, at the cost of later sequences if there is room for no token.
 
-        Returns how many tokens have room: 0 where older sequences hold all blocks, or such as have just left. Alone it
-        gives up its own to the text that is scored and holds the rest: each would wait for the other.
+        Returns how many tokens have room; 0 if earlier sequences, or some that have just left, hold all blocks. A
+        sequence that is alone gives up its own blocks to a scored text that holds the others: otherwise each would wait
+        for the other.
         """
         start = int(self.batch.num_computed[slot])
         while not (count := self.cache.extend(slot, start, wanted)):
@@ -310,7 +321,7 @@ class Scheduler:
         return count
 
     def _admit(self) -> None:
-        """Let waiting sequences in, in order, while there are slots, blocks for their whole prompt, and budget."""
+        """Admit waiting sequences in order while there are slots, blocks for their whole prompt, and budget."""
         if not self.waiting or self._budget <= 0 or not self._may_begin():
             return
         if self.policy.reranks and self.batch.free_slots:
@@ -321,7 +332,7 @@ class Scheduler:
                 return
 
     def _may_begin(self) -> bool:
-        """Whether anybody may be let in now: where batches are formed, only when the one before is done."""
+        """Return whether sequences may be admitted now; a static batch begins only when the one before it is done."""
         window = self.policy.window
         if window is None or self._quota:
             return True
@@ -341,7 +352,7 @@ class Scheduler:
             return False
         length, there = len(seq.token_ids), self.prefixes.find(seq)
         found = self._that_fit(seq, there)
-        # Of what is left out no part is copied: it is to make room.
+        # If found blocks are left out to save room, no part of the next one is copied.
         partial = self.prefixes.find_partial(seq, len(found)) if len(found) == len(there) else None
         start = len(found) * cache.block_size + (partial[1] if partial is not None else 0)
         if seq.slot is not None or (length - start > self._budget and not self.config.chunked_prefill):
@@ -367,7 +378,7 @@ class Scheduler:
         self._num_new[slot] = count
         self._budget -= count
         self._quota = max(0, self._quota - 1)
-        self.prefixes.publish(slot, start + count)
+        self.prefixes.cache_full_blocks(slot, start + count)
         if not seq.num_preemptions:
             self._caution.after_admission()
             seq.num_cached, seq.admitted_at = start, self.clock()
@@ -377,13 +388,13 @@ class Scheduler:
         return True
 
     def _that_fit(self, seq: Sequence, found: list[bytes]) -> list[bytes]:
-        """What a sequence takes of its first blocks, which the cache has: fewer where they fill the arena and nobody could make room."""
+        """Return the cached first blocks that a sequence takes: fewer if they fill the arena and none can make room."""
         while found and not self.has_begun and not self._are_blocks_coming() and not self._has_room(seq, found):
             found = found[: len(found) // 2]
         return found
 
     def _has_room(self, seq: Sequence, found: list[bytes]) -> bool:
-        """Whether there are blocks for a sequence, now and as far as can be foreseen.
+        """Return whether there are blocks for a sequence, now and as far as can be predicted.
 
         Now means with a spare block for each running sequence, or it would be preempted as soon as they grow.
         """
@@ -394,7 +405,7 @@ class Scheduler:
             return True
         known, most = batch.num_known[slots], batch.max_total[slots]
         totals = batch.predicted[slots]
-        # Who has outlived the prediction is given as much again.
+        # A sequence that is longer than predicted is expected to double its output.
         totals = np.where(totals > known, totals, np.minimum(most, 2 * known - batch.prompt_len[slots] + 1))
         total = self.forecast.total_tokens(seq)
         num_found, error = (
@@ -404,7 +415,7 @@ class Scheduler:
         return cache.fits_later(length, total, num_found, slots, totals, batch.num_found[slots], error)
 
     def _leave_out(self) -> bool:
-        """End what can not be served in time, so that others are, and give up objectives. Whether others have to give way."""
+        """Refuse sequences that cannot be in time, give up objectives, and return whether any must give way."""
         if not self.waiting or self.hold:
             return False
         found = self._admission.look(self.waiting, self.clock())
@@ -416,19 +427,19 @@ class Scheduler:
         return found.any_late
 
     def _give_up(self, seq: Sequence) -> None:
-        """No more care for a sequence's objectives. If it waits, its rank stays until it is queued again."""
+        """Ignore a sequence's objectives from now on; if it waits, its rank stays until it is queued again."""
         seq.is_lost = True
         if seq.status is Status.RUNNING and seq.slot is not None:
             self.batch.tbt[seq.slot], self.batch.changes_at[seq.slot] = np.inf, 0
 
     def _rerank(self) -> None:
-        """Rank the first ones again: what the cache has of them has changed."""
+        """Rank the first waiting sequences again, because the cached part of them has changed."""
         for seq in self.waiting.front(NUM_RERANKED):
             self.waiting.remove(seq)
             self._queue(seq)
 
     def _preempt(self, slot: int) -> None:
-        """Back among the waiting, to be computed again."""
+        """Move a running sequence back to the waiting queue, to be computed again."""
         seq = self.batch.seqs[slot]
         assert seq is not None
         self._budget += int(self._num_new[slot])
@@ -446,18 +457,18 @@ class Scheduler:
         self._vacate(seq)
 
     def _drop(self, seq: Sequence) -> None:
-        """End a sequence that waits."""
+        """End a waiting sequence."""
         if not self.offload.abandon(seq):
             self.waiting.remove(seq)
         self.waiting.close(seq.client)
         seq.status = Status.FINISHED
 
     def _vacate(self, seq: Sequence) -> None:
-        """Take a running sequence out of the batch; its slot is free as soon as no step in flight uses it."""
+        """Remove a running sequence from the batch; its slot is free as soon as no step in flight uses it."""
         assert seq.slot is not None
         self.prefixes.publish_known(seq.slot)
         self.batch.leave(seq.slot)
-        self._no_room = (None, 0)  # its spare block is not kept for it any more, even if it frees none
+        self._no_room = (None, 0)  # its spare block is released even if it frees no others
         last_step = int(self.batch.last_step[seq.slot])
         if last_step > self._landed:
             self._leaving.append((last_step, seq))
@@ -472,7 +483,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- update
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Land the oldest step in flight: its tokens are appended, sequences that end by them leave."""
+        """Land the oldest step in flight: append its tokens, and remove the sequences that end with them."""
         step, oldest = self._in_flight.popleft()
         assert oldest is plan, "steps land in the order they were scheduled"
         self._landed = step
@@ -511,7 +522,8 @@ class Scheduler:
         others: dict[int, Output | None] = {}
         for row in rows:
             seq, token = seqs[row], int(ids[row])
-            if seq.status is Status.FINISHED:  # it ended while this step was in flight: the token is dropped
+            # The sequence ended while this step was in flight, so the token is dropped.
+            if seq.status is Status.FINISHED:
                 others[row] = None
                 continue
             output = others[row] = Output(seq.request_id, seq.index, [token])
@@ -520,7 +532,7 @@ class Scheduler:
                 batch.num_known[slots[row]] -= 1
                 self._end(seq)
                 continue
-            if seq.status is Status.WAITING:  # preempted meanwhile
+            if seq.status is Status.WAITING:  # preempted while this step was in flight
                 seq.token_ids.append(token)
                 if result.chosen_logprobs is not None:
                     seq.logprobs.append(float(result.chosen_logprobs[row]))
@@ -542,15 +554,15 @@ class Scheduler:
     def _end(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
             self._finish(seq)
-        else:  # preempted while this step was in flight
+        else:  # the sequence was preempted while this step was in flight
             self._drop(seq)
 
     # ---------------------------------------------------------------------------------------------- others
 
     def reserve(self, num_tokens: int) -> int | None:
-        """A slot for a text outside of the schedule (scoring), or None if there is no room for it now.
+        """Reserve a slot for a text outside of the schedule (scoring), or return None if there is no room for it now.
 
-        It gets blocks for `num_tokens` in the groups that keep them; `cache.extend` gets it those of each chunk.
+        It gets blocks for `num_tokens` in the groups that keep them; `cache.extend` gets it the blocks of each chunk.
         """
         if not self.batch.free_slots or not self.cache.fits(num_tokens, beside=self.batch.order[:0]):
             return None
@@ -565,7 +577,7 @@ class Scheduler:
         self._no_room = (None, 0)
 
     def check_integrity(self) -> None:
-        """The cache's invariants, and: blocks belong to running, leaving or reserved slots only.
+        """Assert the cache's invariants, and that blocks belong to running, leaving or reserved slots only.
 
         A running sequence has all blocks that its next query sees, up to what is computed.
         """

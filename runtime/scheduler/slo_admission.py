@@ -1,6 +1,6 @@
-"""Which requests can not meet their objectives: refused at once, they cost nothing, and others are met.
+"""Admission by latency objectives: requests that cannot meet theirs are refused at once, so that others meet theirs.
 
-What has begun is never ended: where its objectives are given up, it goes on behind all others.
+A sequence that has begun is never ended: if its objectives are given up, it goes on behind all others.
 """
 
 from __future__ import annotations
@@ -22,27 +22,31 @@ from inferc.runtime.step.forecast import Forecast
 from inferc.runtime.step.plan import I64
 from inferc.runtime.step.sequence import Sequence
 
-NUM_LOOKED_AT = 64  # of those that wait, by a look
-LOOK_SECONDS = 0.02  # between two looks for requests that can not be served in time
-HASTE = 0.3  # share of the time to a token by which it should be there earlier, if others can give way; they lose theirs in it only
-MARGIN = 0.08  # the same share, without which somebody is left out: who decodes beside a prompt becomes more until it is done
+NUM_LOOKED_AT = 64  # waiting sequences that one look considers
+LOOK_SECONDS = 0.02  # the time between two looks for requests that cannot be served in time
+# A token should be earlier than due by this share of its time, if running sequences can give way for it. Their own
+# objectives are given up only when a token is within this share of its time.
+HASTE = 0.3
+# The share of its time by which a token must be earlier than due, or a request is left out. It covers the sequences
+# that begin to decode, and so make steps longer, while a prompt is computed.
+MARGIN = 0.08
 
 
 def may_refuse(seq: Sequence) -> bool:
-    """Whether a waiting sequence asks for its first token by some time, and none of its request is out.
+    """Return whether a waiting sequence has a deadline for its first token and its request has no token yet.
 
-    The first of a request stands for all: it is let in before the others.
+    The first sequence of a request stands for all, because it is admitted before the others.
     """
     return seq.params.ttft_ms is not None and not seq.num_output and seq.index == 0
 
 
 def is_first_late(seq: Sequence) -> bool:
-    """Whether the first token has come later than the request asks for."""
+    """Return whether the first token came later than the request asks for."""
     return seq.params.ttft_ms is not None and seq.first_at - seq.arrived > seq.params.ttft_ms / 1000
 
 
 def never_met(seq: Sequence, num_found: int, forecast: Forecast) -> str | None:
-    """Why an objective can not be met even by an idle engine, or None."""
+    """Return why even an idle engine cannot meet an objective, or None."""
     params = seq.params
     if params.ttft_ms is not None:
         seconds = forecast.prompt_seconds(seq.prompt_len, num_found)
@@ -55,15 +59,18 @@ def never_met(seq: Sequence, num_found: int, forecast: Forecast) -> str | None:
         seconds = forecast.decode_seconds(1, seq.prompt_len)
         if seconds > params.tbt_ms / 1000:
             return (
-                f"tbt_ms is {params.tbt_ms:g}, and a step takes {1000 * seconds:.3g} ms on this machine when it is idle;"
-                " allow more"
+                f"tbt_ms is {params.tbt_ms:g}, and a step takes {1000 * seconds:.3g} ms on this machine"
+                " when it is idle; allow more"
             )
     return None
 
 
 @dataclass
 class Slot:
-    """A place in the batch: in how many seconds it is free, and whose objective may be given up so that it is free at once."""
+    """A place in the batch: in how many seconds it is free, and whose objective may be given up for it.
+
+    Without the objective of `seq` the place is free at once.
+    """
 
     seconds: float = 0.0
     seq: Sequence | None = None
@@ -78,20 +85,23 @@ def triage(
     haste: float = 0.0,
     step_seconds: float = math.inf,
 ) -> Triage:
-    """Who is to be left out so that the fewest get their next token late.
+    """Decide which sequences to leave out so that the fewest get their next token late.
 
-    Prompts are computed one after the other, in order of their deadlines, and each needs a slot; where one would be late, the
-    longest prompt so far is left out, or if slots are short, who would keep one the longest (Moore 1968; optimal for one machine
-    if all are there). What may not be refused stays, and takes its time. A slot serves one of those that wait: to count on it again
-    after that one's answer met up to 12 points fewer of the objectives, simulated.
+    Prompts are computed one after the other, in order of their deadlines, and each needs a slot. If one would be late,
+    the longest prompt so far is left out, or, if slots are short, the sequence that would keep one the longest (Moore
+    1968; optimal for one machine if all requests are there). A sequence that may not be refused stays, and takes its
+    time. A slot serves one of the waiting sequences: in simulation, counting on the slot again after that one's answer
+    met up to 12 percentage points fewer of the objectives.
 
-    beside: what is decoded in each step. slots: as many as there are. haste: by
-    this share of the time that a request gives for its first token it should have it earlier. step_seconds: that a step may take.
+    beside: the decodes of each step.
+    slots: all slots of the batch.
+    haste: the share of the time to its first token by which a request should have it earlier.
+    step_seconds: the most that a step may take.
     """
     found = Triage()
     slots = sorted(slots, key=lambda slot: slot.seconds)
     step = forecast.cost.seconds(beside)
-    taken: list[tuple[Sequence, float]] = []  # may be left out, with what their prompts take
+    taken: list[tuple[Sequence, float]] = []  # sequences that may be left out, with the seconds of their prompts
     busy, place = 0.0, 0
 
     def seconds_in_slot(seq: Sequence) -> float:
@@ -115,7 +125,7 @@ def triage(
             if are_slots_short and last and (victim is None or last.seconds > seconds_in_slot(victim[0])):
                 assert last.seq is not None
                 if now + seconds < due - HASTE * (due - seq.arrived):
-                    break  # somebody may be ahead, or done, by then
+                    break  # some sequence may be ahead of its time, or done, by then
                 found.lost.append(last.seq)
                 last.seconds, last.seq = 0.0, None
                 slots.sort(key=lambda slot: slot.seconds)
@@ -131,7 +141,7 @@ def triage(
 
 
 class SloAdmission(TimedAdmission):
-    """Says, a few times a second, who of the waiting is left out, and whether running ones have to give way to others."""
+    """An admission policy that decides, a few times per second, which requests to refuse and which give way."""
 
     looks = True
 
@@ -152,7 +162,10 @@ class SloAdmission(TimedAdmission):
         return is_first_late(seq)
 
     def look(self, waiting: WaitingQueue, now: float) -> Triage:
-        """Who is to be left out, and whether anybody would be late if nobody gave way. now: on the scheduler's clock."""
+        """Return which sequences to leave out, and whether any would be late if no sequence gave way.
+
+        now: the time on the scheduler's clock.
+        """
         forecast, batch = self._forecast, self._batch
         if now < self._next_look or not forecast.cost.is_known:
             return Triage()
@@ -166,7 +179,8 @@ class SloAdmission(TimedAdmission):
         busy = [Slot(seconds) for seconds in (*free, *left.tolist())]
         found = triage(first, forecast, now, work, busy, HASTE, step_seconds)
         if found.any_late:
-            # Who has the first token and is ahead of its time, or asks for none, has a slot for them.
+            # A sequence that has its first token, and is ahead of its time or has no `tbt_ms`, can give its slot to
+            # them.
             has_begun = batch.num_known[slots] > batch.prompt_len[slots]
             due, tbt = batch.due(slots) - now, batch.tbt[slots]
             is_ahead = has_begun & (due > TURN_TOKENS * np.where(np.isinf(tbt), 0.0, tbt))

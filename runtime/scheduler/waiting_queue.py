@@ -1,9 +1,9 @@
-"""Who waits, in the order in which they are let in.
+"""The queue of waiting sequences, in the order in which they are admitted.
 
-Each client has a line of its own, by level, rank and arrival (see policies.py). Between lines of the same level the
-client goes first that has been served the least (VTC: Sheng et al. 2024, "Fairness in Serving Large Language Models"):
-what is computed and sampled for it is counted, and one who comes back is counted up to the least of those at work, so
-that nobody saves up time in which they asked for nothing.
+Each client has a queue of its own, by level, rank and arrival (see policies.py). Between queues of the same level the
+client that has been served the least goes first (VTC: Sheng et al. 2024, "Fairness in Serving Large Language Models").
+All that is computed and sampled for a client is counted, and the count of a client that comes back is raised to the
+least of the active ones, so that no client saves up time in which it asked for nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MAX_REMEMBERED = 4096  # clients without open sequences whose count is kept
 
 
 def key_of(seq: Sequence) -> tuple[int, float, int]:
-    """What orders sequences of one client, and all running ones."""
+    """Return the key by which the sequences of one client, and all running ones, are ordered."""
     return seq.level, seq.rank, seq.arrival
 
 
 class WaitingQueue:
-    """Lines of waiting sequences, by client, and how much each client was served.
+    """The queues of waiting sequences, by client, with how much each client was served.
 
-    A client is known by a number from `open` until it was closed as often. served [num_clients] f64: the tokens of its
-    prompts and its outputs, by what they cost.
+    A client has a number from `open` until it was closed as often.
+    served [num_clients] f64: the cost of the tokens of a client's prompts and outputs.
     """
 
     def __init__(self) -> None:
@@ -45,16 +45,16 @@ class WaitingQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All that wait, client by client."""
+        """Yield all waiting sequences, client by client."""
         return (seq for line in self._lines for seq in line)
 
     @property
     def num_clients(self) -> int:
-        """Clients with open sequences."""
+        """The number of clients with open sequences."""
         return len(self._numbers)
 
     def open(self, client: str) -> int:
-        """One more sequence of a client; returns the client's number."""
+        """Count one more sequence of a client, and return the client's number."""
         number = self._numbers.get(client)
         if number is None:
             least = min((float(self.served[other]) for other in self._numbers.values()), default=0.0)
@@ -68,7 +68,7 @@ class WaitingQueue:
         return number
 
     def close(self, number: int) -> None:
-        """One sequence of a client has ended."""
+        """Count a sequence of a client as ended."""
         self._num_open[number] -= 1
         if not self._num_open[number]:
             name = self._names[number]
@@ -85,7 +85,7 @@ class WaitingQueue:
         self._names += [""] * more
 
     def charge(self, clients: I64, cost: F64) -> None:
-        """Count what a step did for sequences of these clients."""
+        """Add the cost of a step to the counts of these clients."""
         self.served += np.bincount(clients, cost, len(self.served))
 
     def add(self, seq: Sequence) -> None:
@@ -93,7 +93,7 @@ class WaitingQueue:
         self._size += 1
 
     def remove(self, seq: Sequence) -> None:
-        """Take one out of the line: it is let in, or has ended. Before its level or rank changes."""
+        """Remove a sequence that is admitted or has ended; call it before its level or rank changes."""
         line = self._lines[seq.client]
         at = bisect_left(line, key_of(seq), key=key_of)
         assert line[at] is seq, "a sequence is not where its rank puts it"
@@ -101,7 +101,7 @@ class WaitingQueue:
         self._size -= 1
 
     def head(self) -> Sequence:
-        """Who is let in next."""
+        """Return the sequence that is admitted next."""
         if self.num_clients == 1:
             return next(iter(self))
         heads = [line[0] for line in self._lines if line]
@@ -109,9 +109,9 @@ class WaitingQueue:
         return min(heads, key=lambda seq: (seq.level, served[seq.client], seq.rank, seq.arrival))
 
     def front(self, count: int) -> list[Sequence]:
-        """The first `count` of each line, in no order."""
+        """Return the first `count` sequences of each queue, in no order."""
         return [seq for line in self._lines for seq in line[:count]]
 
     def precedes(self, seq: Sequence, other: Sequence) -> bool:
-        """Whether `seq`'s client has been served no more than `other`'s."""
+        """Return whether the client of `seq` has been served no more than that of `other`."""
         return seq.client == other.client or bool(self.served[seq.client] <= self.served[other.client])

@@ -1,1 +1,1 @@
-"""Traces played to engines on a virtual clock."""
+"""The playback of request traces to engines on a virtual clock."""

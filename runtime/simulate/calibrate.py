@@ -1,4 +1,4 @@
-"""The cost model of an engine, fitted to steps that it runs, and its file."""
+"""The cost model of an engine, fitted to steps that it runs, and the file of that model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from inferc.errors import ConfigError
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.step.cost import WORK, StepCost
 from inferc.runtime.step.sampling_params import SamplingParams
-from inferc.system.atomic_file import whole_file
+from inferc.system.atomic_file import atomic_write
 from inferc.system.json_text import parse_json
 
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "costs" / "qwen3-0.6b-int8-cpu.json"
 LONGEST_PROMPT = 2048
-WARM_SHARE = 0.1  # of the time, before anything is counted
+WARM_SHARE = 0.1  # the share of the time that passes before anything is counted
 
 
 @dataclass(frozen=True)
 class CostFile:
-    """Prices of a step's work in seconds, in the order of `WORK`, and of what machine and model they are.
+    """The prices of a step's work in seconds, in the order of `WORK`, with the machine and the model they apply to.
 
-    error: mean relative error of the steps' predictions. num_blocks: of the KV cache of the engine that was measured, which a
-    simulation takes if nothing else is asked for.
+    error: the mean relative error of predicted step times. num_blocks: the KV blocks of the measured engine, which a
+    simulation uses unless told otherwise.
     """
 
     model: str
@@ -54,13 +54,13 @@ class CostFile:
         return cost
 
     def save(self, path: Path) -> None:
-        """Raises ConfigError where the file cannot be written."""
-        with whole_file(path) as partial:
+        """Write the file. Raises ConfigError if it cannot be written."""
+        with atomic_write(path) as partial:
             partial.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
 
 def read_cost(path: Path) -> CostFile:
-    """Raises ConfigError for what is no cost file."""
+    """Read a cost file. Raises ConfigError if it is none."""
     hint = "make one with `inferc simulate --engine OUT --save-cost FILE`"
     try:
         values: dict[str, Any] = parse_json(path.read_bytes())
@@ -89,7 +89,7 @@ def measure_cost(
     kv_bytes_per_token: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> CostFile:
-    """Run random requests, from one to as many at once as the engine takes, and fit prices to the steps.
+    """Run random requests at concurrencies from one to the engine's maximum, and fit prices to the steps.
 
     progress: called with the share that is done. Nothing else may use the engine meanwhile.
     """
@@ -102,7 +102,7 @@ def measure_cost(
     begun = time.perf_counter()
     _run(engine, config.max_num_seqs, WARM_SHARE * seconds)
     scheduler.forecast.cost = StepCost()
-    # Small batches and large ones by turns, for what the machine does meanwhile must not look like their price.
+    # Small and large batches alternate, so that a change in the machine's load is not mistaken for their price.
     order = [level for _ in range(3) for level in levels]
     for level in order:
         _run(engine, level, (1 - WARM_SHARE) * seconds / len(order))
@@ -126,7 +126,7 @@ def measure_cost(
 
 
 def _run(engine: Engine, level: int, seconds: float) -> None:
-    """Keep so many random requests going for a while, then end them."""
+    """Keep `level` random requests running for a while, then abort them."""
     rng = np.random.default_rng(level)
     longest = min(LONGEST_PROMPT, engine.scheduler.cache.max_tokens // 2, engine.model.max_model_len // 2)
     end, count = time.perf_counter() + seconds, 0

@@ -1,4 +1,4 @@
-"""What a trace's playback shows: numbers for a table, and pictures."""
+"""The report of a trace's playback: figures for a table, and plots."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import numpy as np
 
 from inferc.errors import ConfigError, InfercError
 from inferc.runtime.simulate.simulate import Playback
-from inferc.system.atomic_file import whole_file
+from inferc.system.atomic_file import atomic_write
 
 LINE_WIDTH = 1.6
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one policy at one load. Times in milliseconds; rates of all replicas together, per second.
+    """The figures of one policy at one load, with times in milliseconds and rates per second of all replicas together.
 
-    goodput_rate: requests a second whose objectives were met, goodput their share of all. hit_rate: of the prompts' tokens.
+    goodput_rate: requests per second whose objectives were met; goodput: their share of all requests. hit_rate: the
+    share of the prompts' tokens that was found in the prefix cache.
     """
 
     policy: str
@@ -46,7 +47,7 @@ class Summary:
 
 
 def summarize(policy: str, speed: float, played: Playback, ttft_ms: float | None, tbt_ms: float | None) -> Summary:
-    """The numbers of a playback, by these objectives (None: any time is good)."""
+    """Compute the figures of a playback for these objectives (None: any time is good)."""
     times = played.times
     served = [each for each in times if each.first is not None]
     good = [each for each in times if each.is_good((ttft_ms or np.inf) / 1000, (tbt_ms or np.inf) / 1000)]
@@ -87,9 +88,10 @@ def as_json(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 
 def plot(path: Path, title: str, runs: Mapping[str, Playback], summaries: Sequence[Summary]) -> None:
-    """Pictures of runs at one load each, or, if summaries have several loads, of what these do; PNG, SVG or PDF.
+    """Plot runs at one load each or, if summaries have several loads, the summaries by load; as PNG, SVG or PDF.
 
-    Written whole or not at all. Raises ConfigError for another kind of file, InfercError without matplotlib.
+    The file is written completely or not at all. Raises ConfigError for another kind of file, InfercError without
+    matplotlib.
     """
     check_plot(path)
     import matplotlib as mpl
@@ -107,14 +109,14 @@ def plot(path: Path, title: str, runs: Mapping[str, Playback], summaries: Sequen
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
     try:
-        with whole_file(path) as partial:
+        with atomic_write(path) as partial:
             figure.savefig(partial, dpi=140)
     finally:
         plt.close(figure)
 
 
 def check_plot(path: Path) -> None:
-    """Raise what `plot` would, before a long run."""
+    """Raise the errors of `plot` before a long run."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot {path}: expected a file named .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
@@ -146,7 +148,7 @@ def _plot_runs(axes: Any, runs: Mapping[str, Playback], summaries: Sequence[Summ
 
 
 def _distribution(ax: Any, values: Sequence[float], total: int, name: str) -> None:
-    """Of all requests; those that were refused have no time."""
+    """Plot the distribution of times over all requests; refused requests have no time."""
     ordered = np.sort(np.maximum(values, 1e-3))
     ax.plot(ordered, np.arange(1, len(ordered) + 1) / total, label=name, linewidth=LINE_WIDTH)
 

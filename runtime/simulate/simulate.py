@@ -1,7 +1,7 @@
-"""A trace played to one or several engines: real ones, or ones whose steps take as long as a cost model says.
+"""The playback of a trace to engines: real ones, or simulated ones whose steps take as long as a cost model predicts.
 
-Scheduler, cache and engine are those that serve; only the runner and the clock are others. So what a policy, a limit or more
-memory would do to TTFT, TBT and goodput is known in seconds, and on any machine.
+Scheduler, cache and engine are the ones that serve; only the runner and the clock are replaced. So the effect of a
+policy, a limit or more memory on TTFT, TBT and goodput is known within seconds, on any machine.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from inferc.runtime.step.plan import F32, F64, I32, I64, StepPlan, StepResult
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Sequence as RunningSequence
 
-END = 0  # the id that ends an answer; prompts have none
-FILLER = 1  # what stands for it where an answer goes on
-MAX_SAMPLES = 2000  # of the state of the engines, over the time
+END = 0  # the token id that ends an output; prompts do not contain it
+FILLER = 1  # the token id that is sampled while an output continues
+MAX_SAMPLES = 2000  # the most samples of the engines' state over time
 
 
 class VirtualClock:
-    """Stands still unless it is moved."""
+    """A clock that stands still unless it is moved."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,11 +41,11 @@ class VirtualClock:
 
 
 class CostRunner:
-    """Runs steps in the time that a cost model says, on a virtual clock. Samples FILLER."""
+    """A runner whose steps take the time that a cost model predicts, on a virtual clock; it samples FILLER."""
 
     def __init__(self, cost: StepCost, clock: VirtualClock) -> None:
         self._cost, self._clock = cost, clock
-        self._queue: deque[tuple[float, int]] = deque()  # when it is done, and how many rows it samples
+        self._queue: deque[tuple[float, int]] = deque()  # (when a step is done, the number of rows that it samples)
         self._free_at = 0.0
 
     def submit(self, plan: StepPlan) -> None:
@@ -70,15 +70,15 @@ class CostRunner:
 
 
 class EndingRunner:
-    """Another runner's steps, but every answer ends at the length that the trace gives it.
+    """A runner that wraps another, and ends every output at the length that the trace gives.
 
-    Nobody upstream knows that length: it has to be predicted, as in life.
+    No other part of the engine knows that length; it has to be predicted, as in production.
     """
 
     def __init__(self, runner: Runner, slots: int) -> None:
         self.runner = runner
-        self.lengths: dict[str, int] = {}  # by request
-        self.sequences: Sequence[RunningSequence | None] = ()  # the scheduler's, by slot
+        self.lengths: dict[str, int] = {}  # the output length by request
+        self.sequences: Sequence[RunningSequence | None] = ()  # the scheduler's sequences by slot
         self._length_of: I64 = np.zeros(slots, np.int64)
         self._plans: deque[StepPlan] = deque()
 
@@ -109,7 +109,7 @@ class EndingRunner:
 
 @dataclass
 class Replica:
-    """An engine that plays a trace, with its clock and how to let time pass on it."""
+    """An engine that plays a trace, with its clock and its way to let time pass."""
 
     engine: Engine
     clock: Callable[[], float]
@@ -118,7 +118,7 @@ class Replica:
 
     @staticmethod
     def simulated(config: SchedulerConfig, vocab_size: int, cost: StepCost) -> Replica:
-        """An engine whose steps take as long as `cost` says, and which has run long enough to know."""
+        """Return an engine whose steps take as long as `cost` says, and whose forecast already knows that cost."""
         clock = VirtualClock()
         runner = EndingRunner(CostRunner(cost, clock), config.max_num_seqs)
         engine = Engine(runner, ModelLimits(vocab_size, config.max_model_len), config, clock=clock)
@@ -128,7 +128,7 @@ class Replica:
 
     @staticmethod
     def real(engine: Engine, clock: Callable[[], float], sleep: Callable[[float], None]) -> Replica:
-        """An engine with a runner of its own, which gets its answers' lengths from the trace from now on."""
+        """Return an engine with its own runner, whose output lengths are given by the trace from now on."""
         runner = EndingRunner(engine.runner, engine.scheduler.config.max_num_seqs)
         runner.sequences = engine.scheduler.batch.seqs
         engine.runner = runner
@@ -136,16 +136,16 @@ class Replica:
 
     @property
     def num_open(self) -> int:
-        """Tokens of prompts and of answers so far, of what waits and runs."""
+        """The number of prompt and output tokens of all waiting and running requests."""
         return sum(len(seq.token_ids) for seqs in self.engine.open_requests for seq in seqs)
 
 
 @dataclass
 class RequestTimes:
-    """Of one request, in seconds. gaps: between its tokens. refused: it could not be served in time."""
+    """The times of one request, in seconds. gaps: between its tokens. refused: it could not be served in time."""
 
     request: TraceRequest
-    arrival: float  # on the clock
+    arrival: float  # time on the replica's clock
     first: float | None = None
     last: float = 0.0
     num_tokens: int = 0
@@ -166,16 +166,20 @@ class RequestTimes:
         return sum(self.gaps) / len(self.gaps) if self.gaps else 0.0
 
     def is_good(self, ttft: float, tbt: float) -> bool:
-        """Whether its first token came within `ttft` and the others within `tbt` seconds of one another, on average."""
+        """Return whether TTFT is at most `ttft` and the mean gap between tokens at most `tbt`, in seconds."""
         return self.first is not None and not self.refused and self.ttft <= ttft and self.mean_gap <= tbt
 
 
 @dataclass
 class Playback:
-    """What came of a trace: requests as in it; and over the time, seconds, running and waiting sequences and KV fullness."""
+    """The result of playing a trace.
+
+    times: the requests in the order of the trace; samples: over time, the columns seconds, running sequences, waiting
+    sequences and the used share of the KV cache.
+    """
 
     times: list[RequestTimes]
-    samples: F64  # [samples, 4], of all replicas together
+    samples: F64  # [samples, 4], for all replicas together
     prompt_tokens: int
     cached_tokens: int
     num_preemptions: int
@@ -191,10 +195,10 @@ def play(
     objectives: tuple[float | None, float | None] = (None, None),
     progress: Callable[[int], None] | None = None,
 ) -> Playback:
-    """Play a trace to engines, each request to the one with the least to do; until the last answer.
+    """Play a trace until the last answer, sending each request to the engine with the least open work.
 
-    objectives: TTFT and TBT in milliseconds that every request asks for. progress: called with the number of requests that
-    have come.
+    objectives: the TTFT and TBT in milliseconds that every request asks for. progress: called with the number of
+    requests that have arrived.
     """
     prompts = Prompts(trace, replicas[0].engine.model.vocab_size)
     start = max(replica.clock() for replica in replicas)
@@ -224,7 +228,10 @@ def play(
     return Playback(
         times,
         np.array(samples),
-        *(grown("admitted_tokens"), grown("cached_tokens"), grown("num_preemptions"), grown("num_steps")),
+        grown("admitted_tokens"),
+        grown("cached_tokens"),
+        grown("num_preemptions"),
+        grown("num_steps"),
         length_error=stats[0].length_error,
         length_error_of_mean=stats[0].length_error_of_mean,
         seconds=end - start,
@@ -244,7 +251,7 @@ def _add(
     replica.runner.lengths[name] = request.output_len
     params = SamplingParams(
         temperature=0.0,
-        max_tokens=longest,  # as a client's limit, which says little of what will come
+        max_tokens=longest,  # like a client's limit, which says little about the output's length
         ignore_eos=True,
         stop_token_ids=(END,),
         client=request.client,
@@ -259,7 +266,7 @@ def _add(
 
 
 def _advance(replica: Replica, until: float | None, times: list[RequestTimes]) -> None:
-    """Let an engine work until some time, or until it is done."""
+    """Let an engine work until a time, or until it is done."""
     engine, clock = replica.engine, replica.clock
     while True:
         left = np.inf if until is None else until - clock()

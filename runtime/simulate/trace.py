@@ -1,8 +1,8 @@
-"""Traces of requests: when each came, how long its prompt and its answer were, and what its prompt shares with others.
+"""The traces of requests: arrival times, prompt and output lengths, and which prompts share prefixes.
 
-The form is that of the Mooncake traces (Qin et al. 2025), a JSON object a line: `timestamp` in ms, `input_length` and
-`output_length` in tokens, `hash_ids` with an id for each 512 tokens of the prompt, equal for equal beginnings. Two more may be
-there: `client` and `priority`.
+The format is that of the Mooncake traces (Qin et al. 2025), one JSON object per line: `timestamp` in ms, `input_length`
+and `output_length` in tokens, and `hash_ids` with an id for each 512 tokens of the prompt, equal for equal prefixes.
+Two optional fields are `client` and `priority`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from inferc.runtime.step.plan import I64
 from inferc.runtime.step.sampling_params import MAX_PRIORITY
 from inferc.system.json_text import parse_json
 
-BLOCK_TOKENS = 512  # that a hash id stands for
-MAX_TOKENS = 2**24  # of a prompt or an answer
+BLOCK_TOKENS = 512  # the prompt tokens that a hash id stands for
+MAX_TOKENS = 2**24  # the most tokens of a prompt or an output
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """arrival in seconds since the trace began; blocks: an id for each `Trace.block_tokens` of the prompt."""
+    """A request of a trace.
+
+    arrival: seconds since the trace began; blocks: an id for each `Trace.block_tokens` of the prompt.
+    """
 
     arrival: float
     prompt_len: int
@@ -38,19 +41,19 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests by arrival."""
+    """A list of requests in order of arrival."""
 
     requests: tuple[TraceRequest, ...]
     block_tokens: int = BLOCK_TOKENS
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last."""
+        """The seconds from the first arrival to the last."""
         return self.requests[-1].arrival - self.requests[0].arrival
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, its answer included."""
+        """The number of tokens of the longest sequence, its output included."""
         return max(request.prompt_len + request.output_len for request in self.requests)
 
     @property
@@ -58,15 +61,14 @@ class Trace:
         return max(request.output_len for request in self.requests)
 
     def first(self, count: int) -> Trace:
-        """Its first requests."""
+        """Return a trace of the first `count` requests."""
         return replace(self, requests=self.requests[:count])
 
     def scaled(self, factor: int) -> Trace:
-        """A trace for a machine so many times slower, with less memory: shorter prompts and answers, that come faster.
+        """Return a trace for a machine `factor` times slower: shorter prompts and outputs that arrive faster.
 
-        Lengths and times are divided, so that tokens come at the same rate.
-
-        Raises ConfigError unless the factor divides the tokens of a block.
+        The machine also has less memory. Lengths and times are divided, so tokens arrive at the same rate. Raises
+        ConfigError unless the factor divides the number of tokens of a block.
         """
         if factor < 1 or self.block_tokens % factor:
             raise ConfigError(
@@ -81,14 +83,15 @@ class Trace:
         return Trace(tuple(requests), self.block_tokens // factor)
 
     def faster(self, factor: float) -> Trace:
-        """The same requests at so many times the rate."""
+        """Return the same requests arriving at `factor` times the rate."""
         return replace(self, requests=tuple(replace(each, arrival=each.arrival / factor) for each in self.requests))
 
     def hit_rate(self, capacity: int | None = None) -> float:
-        """Tokens of prompts that a cache of whole trace blocks would find, of all.
+        """Return the share of the prompts' tokens that a cache of whole trace blocks would find.
 
-        capacity: blocks that the cache holds, of which the least recently used goes first; None: all. Nothing but prompts is
-        in it, and every prompt is there as soon as it has come: no engine does better with the same memory.
+        capacity: the number of blocks that the cache holds, evicting the least recently used; None: unlimited. It holds
+        nothing but prompts, and every prompt is cached as soon as it arrives, so no engine does better with the same
+        memory.
         """
         held: dict[int, None] = {}
         found = total = 0
@@ -98,7 +101,7 @@ class Trace:
             while hits < len(request.blocks) and request.blocks[hits] in held:
                 hits += 1
             found += min(hits * self.block_tokens, request.prompt_len - 1)
-            for block in reversed(request.blocks):  # the first is the last to go
+            for block in reversed(request.blocks):  # so that the first block of a prompt is evicted last
                 held.pop(block, None)
                 held[block] = None
             while capacity is not None and len(held) > capacity:
@@ -107,7 +110,7 @@ class Trace:
 
 
 class Prompts:
-    """Made-up ids for a trace's prompts, in [2, vocab_size): equal where the trace's ids are."""
+    """The generator of token ids for a trace's prompts, in [2, vocab_size), equal wherever the trace's ids are."""
 
     def __init__(self, trace: Trace, vocab_size: int) -> None:
         self._size, self._vocab_size = trace.block_tokens, vocab_size
@@ -126,9 +129,9 @@ class Prompts:
 
 
 def read_trace(path: Path) -> Trace:
-    """A trace by arrival, its first request at 0. Raises ConfigError that names the line of what cannot be."""
+    """Read a trace, sorted by arrival, its first request at 0. Raises ConfigError naming the faulty line."""
     requests = []
-    unique = -1  # ids for prompts that say none
+    unique = -1  # the next id for prompts without hash ids
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

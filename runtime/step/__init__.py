@@ -1,1 +1,1 @@
-"""What a step is made of: plans, sequences, sampling parameters, costs. numpy only."""
+"""The parts of a step: plans, sequences, sampling parameters and cost models, in numpy only."""

@@ -1,7 +1,7 @@
-"""What a step costs: seconds as a sum of prices times the work in it, fitted to the steps that ran.
+"""The cost model of a step: seconds as a sum of prices times the work in it, fitted to the steps that ran.
 
-The step's time has the shape of a roofline's sum: the weights are read once a step, every token costs its products, every
-sequence its sampling, every key its reading, and prompts pay for each pair of a query and a key.
+A step's time is a sum like that of a roofline: the weights are read once per step, every token costs its products,
+every sequence its sampling, every key is read, and prompts pay for each pair of a query and a key.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import numpy as np
 from inferc.runtime.step.plan import F64, I64
 
 WORK = ("steps", "tokens", "sequences", "keys", "pairs")
-PRIOR = (1e-2, 1e-4, 1e-5, 1e-8, 1e-9)  # seconds; what is believed of a machine on which nothing ran yet
-MIN_STEPS = 32  # observed before the prices are those of this machine
-MOST_SURPRISE = 4.0  # times what was predicted, and no step teaches more than one that took that
-FORGETTING = 0.999  # weight of a step against the one after it
+PRIOR = (1e-2, 1e-4, 1e-5, 1e-8, 1e-9)  # seconds per unit, assumed for a machine on which nothing ran yet
+MIN_STEPS = 32  # observed steps before the prices are those of this machine
+# An observed step counts as at most this many times its prediction.
+MOST_SURPRISE = 4.0
+FORGETTING = 0.999  # weight of a step relative to the one after it
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What is in a step.
+    """The amounts of work in a step.
 
-    keys: K and V read, one sequence at a time; pairs: of queries and keys, of the sequences that compute several tokens.
+    keys: the K and V that are read, summed over the sequences.
+    pairs: the pairs of queries and keys of the sequences that compute several tokens.
     """
 
     tokens: float = 0.0
@@ -33,7 +35,7 @@ class StepWork:
 
     @staticmethod
     def of(seq_lens: I64, num_new: I64) -> StepWork:
-        """seq_lens [B] with the step's tokens, num_new [B]."""
+        """Return the work of a step; seq_lens [B] includes the step's tokens, num_new [B] counts them."""
         pairs = np.where(num_new > 1, num_new * (seq_lens - num_new / 2), 0.0)
         return StepWork(float(num_new.sum()), float(len(seq_lens)), float(seq_lens.sum()), float(pairs.sum()))
 
@@ -43,7 +45,7 @@ class StepWork:
 
 
 class FadingMean:
-    """A mean in which each value weighs `forgetting` times the one after it; 0 before there is one."""
+    """A mean in which each value weighs `forgetting` times the one after it; 0 before there is a value."""
 
     def __init__(self, forgetting: float) -> None:
         self._forgetting = forgetting
@@ -59,10 +61,11 @@ class FadingMean:
 
 
 class StepCost:
-    """Prices of a unit of each kind of WORK, in seconds. Least squares of errors relative to the prediction, no price below zero.
+    """The prices of a unit of each kind of WORK, in seconds.
 
-    Relative to the time itself they would favour what took least: on a machine where steps take now longer, now shorter, the
-    sum of the predictions would be less than the sum of the times.
+    They minimise the squared errors relative to the prediction, with no price below zero. Errors relative to the
+    observed time would favour short steps: on a machine whose step times vary, the sum of the predictions would be less
+    than the sum of the times.
     """
 
     def __init__(self) -> None:
@@ -70,7 +73,7 @@ class StepCost:
         self._prices: F64 | None = np.array(PRIOR)
         self._products: F64 = np.zeros((len(WORK), len(WORK)))
         self._targets: F64 = np.zeros(len(WORK))
-        self._errors = FadingMean(FORGETTING)  # of the predictions made before each step, relative
+        self._errors = FadingMean(FORGETTING)  # relative errors of the predictions made before each step
         self._is_fixed = False
 
     @property
@@ -79,18 +82,18 @@ class StepCost:
 
     @property
     def error(self) -> float:
-        """Mean relative error of the predictions so far, the last ones most."""
+        """The mean relative error of the predictions so far, weighted to the latest."""
         return self._errors.value
 
     @property
     def prices(self) -> F64:
-        """Seconds, in the order of WORK."""
+        """The prices in seconds, in the order of WORK."""
         if self._prices is None:
             self._prices = _nonnegative_least_squares(self._products, self._targets)
         return self._prices
 
     def set_prices(self, prices: dict[str, float]) -> None:
-        """Take prices that were fitted before, and observe no more."""
+        """Set prices that were fitted before, and stop observing."""
         self._prices = np.array([prices[name] for name in WORK])
         self.num_steps = MIN_STEPS
         self._is_fixed = True
@@ -115,7 +118,10 @@ class StepCost:
         return float(self.prices @ work.row)
 
     def most_tokens(self, work: StepWork, seconds: float, start: int) -> int:
-        """Tokens of a prompt, behind `start` of it, that a step with `work` can take and be done in `seconds`."""
+        """Return how many prompt tokens a step with `work` can add and still end within `seconds`.
+
+        start: the position of the first of these tokens.
+        """
         _, token, sequence, key, pair = self.prices.tolist()
         left = seconds - self.seconds(work) - sequence - key * start
         each = token + key + pair * start
@@ -128,7 +134,7 @@ class StepCost:
 
 
 def _nonnegative_least_squares(products: F64, targets: F64) -> F64:
-    """The solution of `products @ x = targets` where negative unknowns are left out, the worst first, and are 0."""
+    """Solve `products @ x = targets` with negative unknowns, the worst first, set to 0."""
     scale = np.sqrt(np.maximum(np.diag(products), 1e-300))
     kept = np.flatnonzero(np.diag(products) > 0)
     solution: F64 = np.zeros(len(targets))

@@ -1,6 +1,6 @@
-"""What is ahead: how long outputs get, and how long prompts and decodes take.
+"""The forecast of the scheduler: how long outputs get, and how long prompts and decodes take.
 
-Lengths are learned from what this server has answered, seconds from its steps (cost.py).
+Lengths are learned from the answers of this server, seconds from its steps (cost.py).
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ from inferc.runtime.step.cost import FadingMean, StepCost, StepWork
 from inferc.runtime.step.plan import F64
 from inferc.runtime.step.sequence import Sequence
 
-NUM_BUCKETS = 24  # for the words of each end of a prompt
-NUM_WORDS = 8  # that are looked at, at each end
-MIN_LENGTHS = 16  # answers before what was learned is used
-FORGETTING = 0.998  # weight of an answer against the one after it
-PREEMPTIONS = 0.006  # for want of blocks, of each sequence that is let in: what admission aims at
+NUM_BUCKETS = 24  # hash buckets for the tokens of each end of a prompt
+NUM_WORDS = 8  # tokens that are hashed at each end of a prompt
+MIN_LENGTHS = 16  # answers before the learned lengths are used
+FORGETTING = 0.998  # weight of an answer relative to the one after it
+# The share of admitted sequences that are preempted for want of blocks, at which admission aims.
+PREEMPTIONS = 0.006
 LEAST_CAUTION, MOST_CAUTION, CAUTION_STEP = 0.5, 6.0, 0.5
-LEAST_CHUNK = 16  # tokens of prompts that a step computes even where it makes those who decode wait too long
-MOST_FOR_PROMPTS = 0.5  # of the time between tokens, where it is said how many sequences may decode
-SHARE_SECONDS = 20.0  # over which the share of prompts in the steps' time is a mean
-UNKNOWN_LENGTH = 256  # tokens that an answer is thought to have before any was seen
+# The prompt tokens that a step computes even if it makes decoding sequences wait too long.
+LEAST_CHUNK = 16
+# The largest share of the time between tokens that is reserved for prompts when deciding how many sequences may decode.
+MOST_FOR_PROMPTS = 0.5
+SHARE_SECONDS = 20.0  # the time over which the share of prompts in the steps' time is averaged
+UNKNOWN_LENGTH = 256  # tokens that an answer is assumed to have before any was seen
 
 
 class LengthPredictor:
-    """The logarithm of an answer's length as a linear function of its prompt; recursive least squares.
+    """A linear predictor of the logarithm of an answer's length from its prompt, by recursive least squares.
 
-    The prompt's features: its length, the limit, whether it is sampled, and which ids are at its two ends, hashed: at the
-    front there is the task, in templates, and at the back the question.
+    The prompt's features are its length, the limit, whether it is sampled, and the hashed token ids at its two ends: in
+    templates the task is at the front and the question at the back.
     """
 
     def __init__(self) -> None:
         size = 4 + 2 * NUM_BUCKETS
         self._weights: F64 = np.zeros(size)
-        self._inverse: F64 = np.eye(size) / 0.1  # of the features' second moments; one over what holds the weights at 0
+        # The inverse of the features' second moments; it begins as one over the strength that holds the weights at 0.
+        self._inverse: F64 = np.eye(size) / 0.1
         self._mean = math.log(UNKNOWN_LENGTH)
         self._error, self._error_of_mean = FadingMean(FORGETTING), FadingMean(FORGETTING)
         self.num_lengths = 0
@@ -47,12 +51,12 @@ class LengthPredictor:
 
     @property
     def error(self) -> float:
-        """Mean absolute error of the logarithm, of the predictions made before each answer; 0.69 is a factor of 2."""
+        """The mean absolute error of the logarithm, for predictions made before each answer; 0.69 is a factor of 2."""
         return self._error.value
 
     @property
     def error_of_mean(self) -> float:
-        """The same of one who always predicts the mean so far."""
+        """The mean absolute error of always predicting the mean so far, for comparison with `error`."""
         return self._error_of_mean.value
 
     def features(self, seq: Sequence) -> F64:
@@ -68,26 +72,26 @@ class LengthPredictor:
         return row
 
     def predict(self, seq: Sequence) -> float:
-        """The logarithm of the number of tokens that it will sample, from its prompt alone."""
+        """Return the logarithm of the number of tokens that a sequence will sample, predicted from its prompt alone."""
         if not self.is_known:
             return self._mean
         return self._mean + float(self._weights @ self.features(seq))
 
     def learn(self, seq: Sequence) -> None:
-        """From a sequence that has ended of itself or at its limit."""
+        """Learn from a sequence that ended by itself or at its limit."""
         length = math.log(max(1, seq.num_output))
         row = self.features(seq)
         miss = length - self._mean - float(self._weights @ row)
         if self.is_known:
             self._error.add(abs(miss))
             self._error_of_mean.add(abs(length - self._mean))
-        # The first answers move the mean, which is then left to the weights: with a mean that moves they would chase it.
+        # The first answers set the mean, which then stays fixed: the weights would chase a mean that moves.
         self.num_lengths += 1
         if self.num_lengths <= MIN_LENGTHS:
             self._mean += (length - self._mean) / self.num_lengths
             return
         gain = self._inverse @ row
-        # Nothing is forgotten once it would make directions blow up that were not seen for long.
+        # Stop forgetting when it would make directions diverge that were not seen for long.
         forgetting = FORGETTING if np.trace(self._inverse) < 20 * len(row) else 1.0
         gain /= forgetting + row @ gain
         self._weights = self._weights + gain * miss
@@ -95,10 +99,10 @@ class LengthPredictor:
 
 
 class Caution:
-    """How many times the error of predicted lengths is kept in reserve at admission.
+    """The factor by which the error of predicted lengths is kept in reserve at admission.
 
-    A preemption for want of blocks raises it and every sequence that is let in lowers it a little, so that between its bounds
-    PREEMPTIONS of them are preempted: as full a cache as that allows.
+    A preemption for want of blocks raises it, and every admitted sequence lowers it a little. Between its bounds a
+    share of PREEMPTIONS of the sequences is therefore preempted, with a cache as full as that allows.
     """
 
     def __init__(self) -> None:
@@ -112,16 +116,16 @@ class Caution:
 
 
 class Forecast:
-    """What the scheduler expects of a sequence, in tokens and seconds.
+    """The scheduler's forecast for sequences, in tokens and seconds.
 
-    chunk: tokens of a prompt that one step takes.
+    chunk: the number of prompt tokens that one step takes.
     """
 
     def __init__(self, chunk: int) -> None:
         self.cost = StepCost()
         self.lengths = LengthPredictor()
         self.chunk = chunk
-        self._seconds = self._prompt_seconds = 0.0  # of steps, fading
+        self._seconds = self._prompt_seconds = 0.0  # sums over steps, fading
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
@@ -137,13 +141,13 @@ class Forecast:
 
     @property
     def prompt_share(self) -> float:
-        """Of the time of steps, the last ones most, what prompts took of it."""
+        """The share of prompts in the time of the steps, weighted to the latest."""
         return self._prompt_seconds / self._seconds if self._seconds else 0.0
 
     def total_tokens(self, seq: Sequence) -> int:
-        """The length at which a sequence is expected to end.
+        """Return the length at which a sequence is expected to end.
 
-        One that has outlived its prediction is given as much again as it has sampled.
+        A sequence that is longer than predicted is expected to double its output.
         """
         if seq.params.ignore_eos and not seq.stop_ids and not seq.params.stop:
             return seq.max_total
@@ -153,9 +157,9 @@ class Forecast:
         return min(seq.max_total, seq.prompt_len + math.ceil(predicted))
 
     def has_time(self, beside: StepWork, length: int, seconds: float) -> bool:
-        """Whether a sequence of that length can decode beside others, with what prompts take, in steps of so many seconds.
+        """Return whether a sequence of that length can decode beside others in steps of `seconds`, prompts included.
 
-        Also where it could not alone: fewer at once would not help.
+        It is also true if the sequence alone would take longer: fewer sequences at once would not help.
         """
         seconds *= 1 - min(MOST_FOR_PROMPTS, self.prompt_share)
         if self.cost.seconds(StepWork(1, 1, length)) > seconds:
@@ -166,9 +170,10 @@ class Forecast:
     def prompt_seconds(
         self, num_tokens: int, num_found: int = 0, beside: StepWork | None = None, step_seconds: float = math.inf
     ) -> float:
-        """Seconds until a prompt's first token, if its chunks come one after the other.
+        """Return the seconds until a prompt's first token if its chunks are computed one after the other.
 
-        beside: what else is in each of these steps. step_seconds: that those may take.
+        beside: the other work in each of these steps.
+        step_seconds: the most that a step may take.
         """
         todo = max(1, num_tokens - num_found)
         chunk = self.chunk if beside is None else max(1, self.chunk - int(beside.tokens))
@@ -182,12 +187,12 @@ class Forecast:
         return own + steps * (step if beside is None else self.cost.seconds(beside))
 
     def decode_seconds(self, num_tokens: int, context: int) -> float:
-        """Seconds of as many steps for one sequence alone, the first of which sees `context` keys."""
+        """Return the seconds of `num_tokens` decode steps of one sequence alone, the first with `context` keys."""
         step, token, sequence, key, _ = map(float, self.cost.prices)
         return num_tokens * (step + token + sequence + key * (context + num_tokens / 2))
 
     def service_seconds(self, seq: Sequence, num_found: int = 0) -> float:
-        """Seconds that a sequence would take alone, from now to its end."""
+        """Return the seconds that a sequence would take alone, from now to its end."""
         length = len(seq.token_ids)
         left = max(0, self.total_tokens(seq) - length - 1)
         return self.prompt_seconds(length, num_found) + self.decode_seconds(left, length)

@@ -1,4 +1,4 @@
-"""The bounds that keep compiled code inside its memory: what a step plan may hold."""
+"""The bounds of a step plan, which keep compiled code inside its memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOP_LOGPROBS = 64
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What a runner has memory for."""
+    """The sizes of the memory that a runner has."""
 
     max_num_tokens: int
     max_num_seqs: int
@@ -23,10 +23,11 @@ class StepLimits:
     vocab_size: int
     num_blocks: tuple[int, ...]  # of each KV group
     block_size: int
-    num_offloaded: tuple[int, ...] = ()  # of each group, behind its blocks: not to be written
+    # The read-only blocks of each group in the offload tier, numbered after its own.
+    num_offloaded: tuple[int, ...] = ()
 
     def check(self, plan: StepPlan) -> None:
-        """Raise RequestError naming what of the plan is out of bounds."""
+        """Raise RequestError that names what is out of bounds in the plan."""
         slot_limits = [count * self.block_size for count in self.num_blocks]
         limits = {
             f"num_tokens {plan.num_tokens}": not 0 < plan.num_tokens <= self.max_num_tokens,
@@ -71,5 +72,5 @@ class StepLimits:
 
 
 def outside(values: NDArray[Any], limit: int) -> bool:
-    """Whether any of them is not in [0, limit)."""
+    """Return whether any of the values is not in [0, limit)."""
     return bool(len(values)) and bool(values.size) and (int(values.min()) < 0 or int(values.max()) >= limit)

@@ -1,4 +1,4 @@
-"""What one step is asked for and what it returns: the plan the scheduler makes and the runner runs.
+"""The plan that the scheduler makes of one step and the runner runs, and the result of the step.
 
 Everything is a numpy array over the flattened batch. T is the number of tokens of the step, B of its sequences, S of
 the rows that are sampled.
@@ -23,15 +23,18 @@ Rows = NDArray[np.generic]  # [T, hidden_size], bfloat16 as its bits
 
 @dataclass
 class TokenLists:
-    """A list of token ids for every row (CSR): row i owns `[starts[i], starts[i + 1])`. No ids at all: starts is empty."""
+    """A list of token ids for every row (CSR), in which row i owns `[starts[i], starts[i + 1])`.
+
+    `starts` is empty if no row has any.
+    """
 
     starts: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
     token_ids: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
-    values: F32 = field(default_factory=lambda: np.zeros(0, np.float32))  # one per id for logit_bias, else empty
+    values: F32 = field(default_factory=lambda: np.zeros(0, np.float32))  # one per id for logit_bias, otherwise empty
 
     @staticmethod
     def of(rows: Sequence[I32], values: Sequence[F32] = ()) -> TokenLists:
-        """From one array of ids per row, and their values if they have any."""
+        """Build the lists from one array of ids per row, and their values if they have any."""
         if not any(len(row) for row in rows):
             return TokenLists()
         starts = np.zeros(len(rows) + 1, np.int32)
@@ -41,11 +44,11 @@ class TokenLists:
 
 @dataclass
 class SampleRows:
-    """How to sample each of the S logits rows: a structure of arrays, all of length S.
+    """The sampling parameters of each of the S logits rows, as a structure of arrays of length S.
 
-    Greedy is temperature 0. A row's random numbers are Philox at (seed, counter): the row's result does not depend on
+    Temperature 0 is greedy. A row's random numbers are Philox at (seed, counter), so that its result does not depend on
     the rest of the batch. num_logprobs 0 asks for none; n asks for the chosen token's and the n most likely ones.
-    Penalties read the per-slot counts that `ModelRunner.reset_slot` started and sampling keeps up.
+    Penalties read the per-slot counts that `CpuRunner.reset_slot` starts and sampling updates.
     """
 
     seq_slots: I32
@@ -61,20 +64,20 @@ class SampleRows:
     num_logprobs: I32
     logit_bias: TokenLists = field(default_factory=TokenLists)
     banned: TokenLists = field(default_factory=TokenLists)
-    allowed: TokenLists = field(default_factory=TokenLists)  # rising ids; a row with none allows all
+    allowed: TokenLists = field(default_factory=TokenLists)  # ascending ids; a row without any allows all
 
     def __len__(self) -> int:
         return len(self.seq_slots)
 
     def with_counters(self, counters: U64) -> SampleRows:
-        """These rows at other places of their sequences; the arrays are shared."""
+        """Return these rows with other counters; the other arrays are shared."""
         rows = object.__new__(SampleRows)
         rows.__dict__.update(self.__dict__, counters=counters)
         return rows
 
     @staticmethod
     def greedy(seq_slots: I32) -> SampleRows:
-        """Rows that take the most likely token (the lower id of equal ones)."""
+        """Return rows that take the most likely token (the lower id of equal ones)."""
         n = len(seq_slots)
 
         def floats(value: float) -> F32:
@@ -105,7 +108,7 @@ def _no_long_rows() -> I64:
 
 @dataclass(frozen=True)
 class Copies:
-    """K and V of slots (or of whole blocks) of one KV group, in every layer, to others of it."""
+    """The copies of K and V from slots (or whole blocks) of one KV group to others of it, in every layer."""
 
     source: I64
     target: I64
@@ -113,12 +116,12 @@ class Copies:
 
 @dataclass(frozen=True)
 class ScoredQueries:
-    """The queries of a step by whose attention blocks are scored, and where the scores are to be added.
+    """The queries of a step whose attention scores the blocks, and where the scores are added.
 
-    first_rows [B] i32: of each of the step's sequences the first row that counts, or the one behind its last
-    scores: per KV group [B, max_blocks] i64, as the compiled step fills them in (`StepArgs`), or None where nothing is chosen
-    seqs, slots, turns [n] i64: the sequences that have such rows, their slots, and whether their stride is an odd one
-    columns: per KV group [n, max_blocks] i64, which of its sequence's blocks stands in a column of the step's block table
+    first_rows [B] i32: the first counted row of each sequence of the step, or the row behind its last if none counts.
+    scores: per KV group [B, max_blocks] i64, filled in by the compiled step (`StepArgs`); None if nothing is chosen.
+    seqs, slots, turns [n] i64: the sequences with counted rows, their slots, and the parity of their stride.
+    columns: per KV group [n, max_blocks] i64, the block of its sequence in each column of the step's block table.
     """
 
     first_rows: I32
@@ -131,24 +134,32 @@ class ScoredQueries:
 
 @dataclass
 class StepPlan:
-    """One step. Prefill, chunks and decode are one thing: sequence b owns rows [query_start_loc[b], query_start_loc[b + 1])."""
+    """The plan of one step.
+
+    Prefills, chunks and decodes have one form: sequence b owns the rows [query_start_loc[b], query_start_loc[b + 1]).
+    """
 
     token_ids: I32  # [T]
     positions: I64  # [T]
     query_start_loc: I32  # [B + 1]
-    seq_lens: I32  # [B] context, this step included
+    seq_lens: I32  # [B] context length, including this step
     seq_slots: I32  # [B]
     logits_rows: I32  # [S] rows of [0, T) that are sampled
     slot_mapping: tuple[I64, ...]  # per KV group [T]
     block_tables: tuple[I32, ...]  # per KV group [B, max_blocks]
     sample: SampleRows
-    late_rows: I32 = field(default_factory=_no_rows)  # [L] rows of token_ids still unknown here: the runner fills in
-    late_slots: I32 = field(default_factory=_no_rows)  # [L] the id last sampled for this slot
-    loads: tuple[Copies, ...] = ()  # per KV group, blocks from the lower tier to the arena, before anything else
-    copies: tuple[Copies, ...] = ()  # per KV group, before anything is computed; none at all: ()
-    wants_logprobs: bool = False  # of the chosen tokens of all rows, whatever `sample` asks for
-    tapped_rows: I64 = field(default_factory=_no_long_rows)  # rising, of [0, T): whose values the taps keep
-    scored: ScoredQueries | None = None  # the queries by whose attention blocks are scored; the step adds to its scores
+    # [L] rows of token_ids that are not known here; the runner fills them in.
+    late_rows: I32 = field(default_factory=_no_rows)
+    late_slots: I32 = field(default_factory=_no_rows)  # [L] the slot whose last sampled id is filled in
+    # Per KV group, blocks to load from the offload tier to the arena before anything else; () if there are none.
+    loads: tuple[Copies, ...] = ()
+    # Per KV group, slots to copy before anything is computed; () if there are none.
+    copies: tuple[Copies, ...] = ()
+    # Whether to return the chosen tokens' log probabilities of all rows, whatever `sample` asks for.
+    wants_logprobs: bool = False
+    # Ascending rows of [0, T) whose values the taps keep.
+    tapped_rows: I64 = field(default_factory=_no_long_rows)
+    scored: ScoredQueries | None = None  # the queries whose attention scores blocks
 
     @property
     def num_tokens(self) -> int:
@@ -156,7 +167,7 @@ class StepPlan:
 
     @property
     def tapped_logits(self) -> I64:
-        """Which of the logits rows are among the tapped ones: rising, of [0, S)."""
+        """The ascending indices, in [0, S), of the logits rows that are tapped."""
         is_tapped = np.zeros(self.num_tokens, np.bool_)
         is_tapped[self.tapped_rows] = True
         return np.flatnonzero(is_tapped[self.logits_rows])
@@ -168,27 +179,31 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-softmax of one row's raw logits."""
+    """The log-softmax of one row's raw logits, at the chosen token and the most likely ones."""
 
-    token_id: int  # the chosen one
+    token_id: int  # the chosen token
     logprob: float
-    rank: int  # of the chosen one, from 1
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), falling
+    rank: int  # the rank of the chosen token, from 1
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), descending
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """token_ids [S] i32 in the order of `logits_rows`; logprobs per row, None where not asked for (or nowhere).
+    """The result of one step.
 
-    failed [S] marks rows whose logits, after penalties and masks, held no finite largest value: their ids mean nothing.
-    None if there are none. chosen_logprobs [S] where the plan wants them. tapped: values of the plan's
-    tapped rows by node, or of the logits rows among them.
+    token_ids [S] i32: the sampled ids in the order of `logits_rows`.
+    logprobs: per row, None for rows that did not ask; None if no row did.
+    failed [S]: marks rows whose logits, after penalties and masks, held no finite largest value: their ids mean
+    nothing. None if there are no such rows.
+    chosen_logprobs [S]: only if the plan wants them.
+    tapped: values of the plan's tapped rows, or of the logits rows among them, by node.
     """
 
     token_ids: I32
     logprobs: list[Logprobs | None] | None = None
     failed: NDArray[np.bool_] | None = None
-    hidden: Rows | None = None  # what a pipeline stage without the LM head hands on, instead of ids
+    # The hidden rows that a pipeline stage without the LM head passes on instead of ids.
+    hidden: Rows | None = None
     error: str | None = None  # the step failed: nothing else is valid
     chosen_logprobs: F32 | None = None
     tapped: dict[str, NDArray[Any]] | None = None

@@ -1,4 +1,4 @@
-"""What a prompt of a model may be, checked where it comes in and in the engine, in the same words."""
+"""The checks of a prompt, made with the same messages where it comes in and in the engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from inferc.errors import RequestError, shown
 
 
 def check_length(count: int, max_model_len: int, room: int = 1) -> None:
-    """Raise RequestError for a prompt of so many tokens that is too long. room: tokens of the model's length that are left for the
-    answer."""
+    """Raise RequestError if a prompt of `count` tokens is too long.
+
+    room: the number of tokens of the model's length that are left for the answer.
+    """
     if count + room > max_model_len:
         raise RequestError(
             f"the prompt has {count} tokens, and the model takes {max_model_len - room} of its {max_model_len}"

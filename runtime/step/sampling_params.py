@@ -1,4 +1,4 @@
-"""What a request asks of sampling and of its end."""
+"""The parameters of a request: how its tokens are sampled, what ends it, and how it is scheduled."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ log = logging.getLogger(__name__)
 
 MAX_LOGPROBS = 32
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 1024  # of one stop string, which so much text is held back for
-MAX_ALL_STOP_CHARACTERS = 4096  # of all of a request
+# The longest stop string; as much text is held back while it may still match.
+MAX_STOP_CHARACTERS = 1024
+MAX_ALL_STOP_CHARACTERS = 4096  # of all stop strings of a request
 MAX_LOGIT_BIAS = 1024
-MAX_ITEMS = 1 << 18  # of a list of token ids, as many as there are in the largest vocabularies
+MAX_ITEMS = 1 << 18  # of a list of token ids; the largest vocabularies have as many
 MAX_N = 128
 LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "banned_token_ids")
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "tap")
 MAX_NAME = 256
-MAX_UNKNOWN = 8  # that a message names
+MAX_UNKNOWN = 8  # unknown parameters that a message names
 MAX_PRIORITY = 1000
 MAX_CACHE_PRIORITY = 10
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request; temperature 0 is greedy.
+    """The sampling parameters of one request; temperature 0 is greedy.
 
-    `top_k` 0, `top_p` 1.0, `min_p` 0.0 and `repetition_penalty` 1.0 are "off". `max_tokens` None means as many as
-    the model's length allows. `seed` None draws one at random. `logprobs` k returns, for every new token, its own log
+    `top_k` 0, `top_p` 1.0, `min_p` 0.0 and `repetition_penalty` 1.0 are "off". `max_tokens` None means as many as the
+    model's length allows. `seed` None draws one at random. `logprobs` k returns, for every new token, its own log
     probability and the k most likely tokens'. `stop` strings end a sequence and are cut off the text, unless
-    `include_stop_str_in_output`; `stop_token_ids` come on top of the model's own end tokens, which `ignore_eos` turns
-    off. Until `min_tokens` are out, nothing ends a sequence. No `allowed_token_ids` allows all; `banned_token_ids` are
-    never chosen. Only requests with the same
-    `cache_salt` share cached prefixes: whoever has another can not learn from its latency what was asked before.
+    `include_stop_str_in_output`; `stop_token_ids` are added to the model's own end tokens, which `ignore_eos` turns
+    off. Before `min_tokens` tokens nothing ends a sequence. Empty `allowed_token_ids` allow all; `banned_token_ids` are
+    never chosen. Only requests with the same `cache_salt` share cached prefixes: the latency of a request tells nothing
+    about earlier requests with another salt.
 
     `tap` keeps the values of this request that the engine was started to tap (EngineConfig.tap).
 
-    K and V of a higher `cache_priority` go from the prefix cache only when none of a lower one is left.
+    Blocks of a higher `cache_priority` are evicted from the prefix cache only when none of a lower one is left.
 
-    For the scheduler: a higher `priority` goes first under that policy; `client` names who asks, and clients share the
-    engine evenly; `ttft_ms` and `tbt_ms` are the times to the first token, and between two on average, that are asked for,
-    in milliseconds, which the policy `slo` keeps where it can, or else refuses the request.
+    For the scheduler: a higher `priority` goes first under that policy. `client` names the requester; clients share the
+    engine evenly. `ttft_ms` and `tbt_ms` are the wanted times to the first token, and between two tokens on average, in
+    milliseconds; the policy `slo` keeps them if it can, and otherwise refuses the request.
 
     Raises RequestError for a value out of its range.
     """
@@ -84,7 +85,7 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         for name in LISTS:
             object.__setattr__(self, name, tuple(_items(name, getattr(self, name))))
-        if self.top_k == -1:  # vLLM's and TGI's word for "off"
+        if self.top_k == -1:  # vLLM and TGI write "off" as -1
             object.__setattr__(self, "top_k", 0)
         self._check_numbers()
         self._check_ends()
@@ -96,7 +97,7 @@ class SamplingParams:
 
     @property
     def num_listed(self) -> int:
-        """Entries of its lists of token ids: what it takes beyond its prompt to hold it."""
+        """The number of entries in the lists of token ids: the memory that a request needs beyond its prompt."""
         lists = (self.stop_token_ids, self.allowed_token_ids, self.banned_token_ids, self.logit_bias)
         return sum(map(len, lists))
 
@@ -151,20 +152,23 @@ class SamplingParams:
             check_text("stop", text)
             if len(text) > MAX_STOP_CHARACTERS:
                 raise RequestError(
-                    f"stop: found a string of {len(text)} characters, at most {MAX_STOP_CHARACTERS} are allowed; shorten it"
+                    f"stop: found a string of {len(text)} characters, at most {MAX_STOP_CHARACTERS} are allowed;"
+                    " shorten it"
                 )
         if (count := sum(map(len, self.stop))) > MAX_ALL_STOP_CHARACTERS:
             raise RequestError(
-                f"stop: the strings have {count} characters together, at most {MAX_ALL_STOP_CHARACTERS} are allowed; shorten them"
+                f"stop: the strings have {count} characters together, at most {MAX_ALL_STOP_CHARACTERS} are allowed;"
+                " shorten them"
             )
         for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
             check_ids(name, getattr(self, name))
 
 
 def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-    """SamplingParams from a request's explicit `values` over a model's `generation_defaults`.
+    """Build SamplingParams from a request's explicit `values` over a model's `generation_defaults`.
 
-    A value of None means "not said", but for max_tokens, where it means no limit. Raises RequestError for a name that does not exist.
+    A value of None means that the parameter is not given, except for max_tokens, where it means no limit. Raises
+    RequestError for a name that does not exist.
     """
     names = {item.name for item in fields(SamplingParams)}
     unknown = sorted(set(values) - names)
@@ -176,7 +180,7 @@ def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None =
 
 
 def changed(params: SamplingParams, **values: Any) -> SamplingParams:
-    """The same with other values, which whoever gives them has checked: nothing is checked a second time."""
+    """Return a copy with other values; the caller has checked them, and nothing is checked a second time."""
     other = copy.copy(params)
     for name, value in values.items():
         object.__setattr__(other, name, value)
@@ -184,25 +188,25 @@ def changed(params: SamplingParams, **values: Any) -> SamplingParams:
 
 
 def from_json(values: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from the fields of some as JSON or MessagePack brought them back. They were checked when they were made."""
+    """Build SamplingParams from fields that were sent as JSON or MessagePack; they were checked when they were made."""
     lists = {name: tuple(values[name]) for name in LISTS}
     bias = {int(token): bias for token, bias in values["logit_bias"].items()}
     return changed(SamplingParams(), **{**values, **lists, "logit_bias": bias})
 
 
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling defaults that a Hugging Face generation config asks for.
+    """Return the sampling defaults that a Hugging Face generation config asks for.
 
-    `do_sample: false` means greedy there: of its values those that choose among tokens are then not used, and penalties,
-    lengths and ends are. A value that no request could give (top_p 0, say) is left out with a warning, or every request
-    that says nothing would fail by it.
+    `do_sample: false` means greedy: then the values that choose among tokens are ignored, while penalties, lengths and
+    end tokens are used. A value that no request could give (top_p 0, for example) is left out with a warning, because
+    otherwise every request that does not set it would fail.
     """
     found: dict[str, Any] = {}
     for name, value in _theirs(config).items():
         if name in ("top_k", "max_tokens", "min_tokens") and isinstance(value, float) and value.is_integer():
             value = int(value)
         try:
-            # Each alone: how many tokens there must be and may be is brought together below.
+            # Check each value alone: the least and the most number of tokens are reconciled below.
             from_request({name: value, **({"max_tokens": None} if name == "min_tokens" else {})})
         except RequestError as error:
             log.warning("the model's generation config is not followed in %s: %s", THEIR_NAMES[name], error)
@@ -218,11 +222,12 @@ def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
             )
             found["min_tokens"] = most
         else:
-            found["max_tokens"] = least  # else no request that says nothing of lengths could be served
+            # Otherwise no request that sets no lengths could be served.
+            found["max_tokens"] = least
     return found
 
 
-# What a generation config calls our parameters.
+# The names of our parameters in a generation config.
 THEIR_NAMES = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_tokens": "max_new_tokens",
@@ -234,12 +239,12 @@ OF_CHOOSING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def _theirs(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a generation config sets, by our names."""
+    """Return the values that a generation config sets, by our names."""
     values = {name: config.get(theirs) for name, theirs in THEIR_NAMES.items()}
     if isinstance(values["stop"], str):
         values["stop"] = [values["stop"]]
     ends, words = _listed(config.get("eos_token_id")), _listed(config.get("bad_words_ids"))
-    # An end token is no bad word, as transformers has it, and may be suppressed.
+    # As in transformers, an end token is no bad word, but it may be suppressed.
     banned = [each[0] for each in words if isinstance(each, list) and each and each[0] not in ends]
     banned += _listed(config.get("suppress_tokens"))
     if banned:
@@ -255,23 +260,26 @@ def _listed(value: Any) -> list[Any]:
 
 
 def without_text(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of a model that is served without its tokenizer: no text is there to find stop strings in."""
+    """Return the defaults of a model that is served without its tokenizer: stop strings need text."""
     return {name: value for name, value in defaults.items() if name != "stop"}
 
 
 def of_chat(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of a conversation's answer: without a limit of the model's own it may be as long as fits."""
+    """Return the defaults of a conversation's answer: it may be as long as fits, unless the model sets a limit."""
     return {"max_tokens": None, **defaults}
 
 
 def from_chat(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
-    """As `from_request`, for a conversation's answer: a max_tokens of None is not said either."""
+    """Build SamplingParams of a conversation's answer, for which a max_tokens of None means that it is not given.
+
+    Everything else is as in `from_request`.
+    """
     said = {name: value for name, value in values.items() if value is not None}
     return from_request(said, of_chat(defaults))
 
 
 def _give_way(defaults: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults, less what contradicts what was said: how long an answer may and must be, and of which tokens."""
+    """Adapt the defaults to the given values where they conflict, in the answer's lengths and allowed tokens."""
     least, most = said.get("min_tokens"), said.get("max_tokens")
     if isinstance(least, int) and "max_tokens" not in said and isinstance(defaults.get("max_tokens"), int):
         defaults["max_tokens"] = max(least, defaults["max_tokens"])
@@ -292,13 +300,13 @@ def _items(name: str, value: Any) -> Iterable[Any]:
 
 
 def check_num_items(name: str, count: int) -> None:
-    """Raise RequestError for a list of too many."""
+    """Raise RequestError for a list of more than MAX_ITEMS entries."""
     if count > MAX_ITEMS:
         raise RequestError(f"{name}: found {count} entries, at most {MAX_ITEMS} are allowed")
 
 
 def check_integer(name: str, value: Any, low: int, high: int, hint: str = "") -> None:
-    """Raise RequestError for what is no integer in [low, high]."""
+    """Raise RequestError if the value is no integer in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name}: expected an integer, found {shown(value)}")
     if not low <= value <= high:
@@ -307,21 +315,24 @@ def check_integer(name: str, value: Any, low: int, high: int, hint: str = "") ->
 
 
 def check_ids(name: str, token_ids: Collection[Any]) -> None:
-    """Raise RequestError where one of them is no integer that a token id can be. Of a quarter of a million in milliseconds."""
+    """Raise RequestError if any entry is no valid token id; a quarter of a million ids take milliseconds."""
     if token_ids and not (set(map(type, token_ids)) == {int} and 0 <= min(token_ids) and max(token_ids) < 2**31):
         for token in token_ids:
             check_integer(name, token, 0, 2**31 - 1)
 
 
 def _all_within(values: Collection[Any], low: float, high: float) -> bool:
-    """Whether all are finite numbers in [low, high], seen at once."""
+    """Return whether all values are finite numbers in [low, high], without a Python loop."""
     are_numbers = not values or (set(map(type, values)) <= {int, float} and low <= min(values) and max(values) <= high)
-    return are_numbers and all(map(math.isfinite, values))  # a NaN is neither above nor below others
+    return are_numbers and all(map(math.isfinite, values))  # comparisons with a NaN are false
 
 
 def check_number(name: str, value: Any, low: float, high: float, hint: str = "", low_open: bool = False) -> None:
-    """Raise RequestError for what is no number in [low, high], or (low, high]. The bounds come before any arithmetic: an integer of
-    hundreds of digits compares with a float, and becomes none."""
+    """Raise RequestError if the value is no number in [low, high], or (low, high] if `low_open`.
+
+    The bounds are compared before any arithmetic: an integer of hundreds of digits can be compared with a float, but
+    not converted to one.
+    """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise RequestError(f"{name}: expected a finite number, found {shown(value)}")
@@ -333,7 +344,7 @@ def check_number(name: str, value: Any, low: float, high: float, hint: str = "",
 
 
 def check_text(name: str, value: str) -> None:
-    """Raise RequestError for what has no bytes: JSON can hold half of a surrogate pair."""
+    """Raise RequestError for a string that cannot be encoded: JSON can hold half of a surrogate pair."""
     try:
         value.encode()
     except UnicodeEncodeError as error:

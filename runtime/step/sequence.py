@@ -1,4 +1,4 @@
-"""A sequence: one stream of tokens of a request, and what the engine reports of it."""
+"""A sequence, which is one stream of tokens of a request, and the outputs that the engine reports for it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,21 @@ class Status(enum.Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """Ids, limits and place of one sequence. Counts that change every step live in `Batch`, by slot.
+    """The ids, limits and place of one sequence; counts that change every step are in `Batch`, by slot.
 
-    `token_ids` are the prompt's and the output's ids that have reached the host; what is sampled while it runs is in
-    `Batch.tokens`, and joins them when it leaves. `hashes` are those of its full blocks,
-    `root` what comes before the first; `num_cached` tokens of the prompt were found in the cache as it was first let in.
-    A lower (`level`, `rank`, `arrival`) is served first and preempted last, see policies.py; `arrived` is its time on the
-    scheduler's clock, in seconds, `admitted_at` when it was first let in, `first_at` that of its first token. `client` is the number of who asked (waiting_queue.py),
-    `num_found` what of it was found in the cache as it was last looked for, `predicted` the length at which it was then
-    expected to end. `is_lost`: its first token was late, or its objectives are given up for those of others. `logprobs` are
-    those of its output, where the scheduler keeps them.
+    token_ids: the ids of the prompt and of the output that have reached the host. What is sampled while the sequence
+    runs is in `Batch.tokens`, and is added here when it leaves.
+    hashes: the hashes of its full blocks.
+    root: the hash before its first block.
+    num_cached: the prompt tokens that were in the cache when it was first admitted.
+    level, rank, arrival: a lower tuple is served first and preempted last, see policies.py.
+    arrived, admitted_at, first_at: when it arrived, was first admitted and got its first token, in seconds on the
+    scheduler's clock.
+    client: the number of its client (waiting_queue.py).
+    num_found: the tokens that were in the cache at the last look-up.
+    predicted: the length at which it was then expected to end.
+    is_lost: its first token was late, or its objectives are given up for those of others.
+    logprobs: the log probabilities of its output, if the scheduler keeps them.
     """
 
     request_id: str
@@ -42,14 +47,15 @@ class Sequence:
     token_ids: list[int]
     params: SamplingParams
     seed: int
-    max_total: int  # length at which the sequence ends, prompt included
+    max_total: int  # the length at which the sequence ends, prompt included
     stop_ids: frozenset[int]
     status: Status = Status.WAITING
     slot: int | None = None
     num_preemptions: int = 0
     root: bytes = b""
     hashes: list[bytes] = field(default_factory=list)
-    prompt_hashes: list[bytes] = field(default_factory=list)  # of all sequences of the request, once one has them
+    # shared by all sequences of the request, once one has them
+    prompt_hashes: list[bytes] = field(default_factory=list)
     num_cached: int = 0
     level: int = 0
     rank: float = 0.0
@@ -69,13 +75,16 @@ class Sequence:
 
 @dataclass(slots=True)
 class Output:
-    """What one step brought for one sequence: at most one token, and the end with its reason.
+    """The output of one step for one sequence: at most one token, and the end with its reason.
 
-    finish_reason: "stop" (an end token, which `token_ids` includes), "length", "error" (its logits are not finite; no
-    token comes with it) or None. num_cached comes with the first token: of the prompt, the tokens that were found in the
-    prefix cache; so does queue_seconds, from its arrival until it was let in. num_forgotten: tokens of the sequence that its last query did not see, where the cache evicts; it changes with
-    no other outputs than those that are more than a token. step: which of the engine's steps brought it, from 1, and how long
-    that took on the device.
+    finish_reason: "stop" (an end token, which `token_ids` includes), "length", "error" (the logits are not finite; no
+    token comes with it) or None.
+    num_cached: the prompt tokens that were found in the prefix cache; comes with the first token.
+    queue_seconds: the time from arrival to admission; comes with the first token.
+    num_forgotten: tokens of the sequence that its last query did not see, if the cache evicts; it changes only with
+    outputs that are more than a token.
+    step: the number of the engine's step that brought the output, from 1.
+    step_seconds: how long that step took on the device.
     """
 
     request_id: str
@@ -91,7 +100,7 @@ class Output:
 
 
 class Row(Protocol):
-    """Whose output it is."""
+    """The sequence that an output belongs to."""
 
     @property
     def request_id(self) -> str: ...
@@ -102,12 +111,12 @@ class Row(Protocol):
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What one step brought, to be iterated as an Output a row: a token of each of `seqs`, and of few of them more.
+    """The outputs of one step, which iterate as one Output per row: a token for each of `seqs`, and more for a few.
 
-    The same list of `seqs` comes again in the next steps, as long as nobody joins or leaves.
+    The next steps have the same list object `seqs` as long as no sequence joins or leaves.
 
-    others: by row, the Output that has more than a token (an end, log probabilities, what was cached); None for a row that
-    brought nothing, of a sequence that had ended meanwhile.
+    others: by row, the Output that has more than a token (an end, log probabilities, what was cached); None for a row
+    without output, whose sequence had ended meanwhile.
     """
 
     seqs: SequenceOf[Row]
@@ -130,12 +139,12 @@ class StepOutputs:
 
     @property
     def ends(self) -> list[Output]:
-        """Of sequences that ended."""
+        """The outputs of the sequences that ended."""
         return [each for each in self.others.values() if each is not None and each.finish_reason is not None]
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """The seed of a request's sequence `index`, 64 bits: the request's own for the first, mixed for the others.
+    """Return the 64-bit seed of a request's sequence `index`: the request's own for the first, mixed for the others.
 
     Source: Steele, Lea and Flood 2014 (splitmix64's finaliser).
     """

@@ -1,1 +1,1 @@
-"""Text to ids and back, and conversations to text."""
+"""The conversion of text to token ids and back, and of conversations to text."""

@@ -1,4 +1,4 @@
-"""Messages as clients send them, in the form that a chat template reads (inferc.chat_form)."""
+"""The conversion of clients' messages into the form that a chat template reads (inferc.chat_form)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 from inferc.chat_form import NOTHING, ChatForm, Message
 from inferc.errors import RequestError, shown
 
+# The names of a message's reasoning; the first is the standard one.
 REASONING = (
     "reasoning_content",
     "thinking",
     "reasoning",
-)  # what a model thought before an answer; the first is the standard one
+)
 
 
 def formed(messages: Sequence[Mapping[str, Any]], form: ChatForm) -> list[Message]:
-    """The messages for a template of this form, whatever form each came in. Raises RequestError for what is no message.
+    """Convert messages of any accepted form into the form of a template. Raises RequestError for an invalid message.
 
     A message is a mapping with a `role` and, as in the OpenAI API, `content` (text, a list of text parts, or null) and
-    `tool_calls` (arguments as JSON or as a mapping). What is null is absent to the template, as transformers has it:
-    most templates would write None otherwise.
+    `tool_calls` (arguments as JSON or as a mapping). A null value is left out for the template, as transformers does,
+    because most templates would write None otherwise.
     """
     if not messages:
         raise RequestError("messages: expected at least one message")
@@ -29,12 +30,12 @@ def formed(messages: Sequence[Mapping[str, Any]], form: ChatForm) -> list[Messag
 
 
 def _formed(where: str, message: Mapping[str, Any], form: ChatForm) -> Message:
-    """Its fields in the order in which they came, as a template may write a message as a whole."""
+    """Convert one message; its fields keep their order, since a template may write a message as a whole."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where}: expected an object with a role and a content, found {shown(message)}")
     role, calls, content = message["role"], message.get("tool_calls"), message.get("content")
     if role == "developer" and not form.developer:
-        role = "system"  # its newer name
+        role = "system"  # "developer" is the newer name of this role
     if role == "tool" and not form.tool_results:
         raise RequestError(f"{where}: the model's chat template leaves out what tools answer; leave the message out")
     if role == "system" and not form.system:
@@ -42,7 +43,8 @@ def _formed(where: str, message: Mapping[str, Any], form: ChatForm) -> Message:
     if calls and not form.calls_beside_text:
         if content:
             raise RequestError(
-                f"{where}: the model's chat template leaves out calls of tools in a message with a text; leave one of them out"
+                f"{where}: the model's chat template leaves out calls of tools in a message with a text; leave one of"
+                " them out"
             )
         content = None
     found: Message = {}
@@ -60,7 +62,7 @@ def _formed(where: str, message: Mapping[str, Any], form: ChatForm) -> Message:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """A message whose reasoning has the names by which templates read it, whichever it came with, as in transformers."""
+    """Return the message with its reasoning under every name that templates read, as transformers does."""
     found = next((message[name] for name in REASONING if name in message), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
@@ -72,7 +74,7 @@ def _tool_calls(where: str, calls: Any, form: ChatForm) -> list[Message]:
 
 
 def _content(where: str, content: Any, form: ChatForm) -> Message:
-    """The entry of a message, if it has one."""
+    """Return the content entry of a message, or an empty dict if it has none."""
     if content is None:
         if form.no_content == "absent":
             return {}
@@ -94,7 +96,7 @@ def _texts(where: str, content: Any) -> list[str]:
 
 
 def _tool_call(where: str, call: Any, form: ChatForm) -> Message:
-    """A call of a function. Its arguments are JSON where clients have it, and most templates go through them by name."""
+    """Convert a tool call: clients send its arguments as JSON, but most templates read them as a mapping."""
     if form.tool_calls is None:
         raise RequestError(f"{where}: the model's chat template leaves out calls of tools; leave it out")
     function = call.get("function") if isinstance(call, Mapping) else None

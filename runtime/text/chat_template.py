@@ -1,7 +1,7 @@
-"""Chat templates: the model's own Jinja template, rendered in a process that can be killed.
+"""The chat template: the model's own Jinja template, rendered in a process that can be killed.
 
-A template comes with the model, so it is hostile input, and what it costs shows only when it runs: a few lines compare
-lists for centuries or fill the memory. Every error is the request's.
+A template comes with the model, so it is hostile input, and its cost shows only when it runs: a few lines can compare
+lists for centuries or fill the memory. Every error becomes an error of the request.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from inferc.errors import RequestError
 from inferc.runtime.text.chat_messages import formed
 from inferc.runtime.text.template_process import TemplateLimits, TemplateProcess
 
-LOSES_WORDS = "the model's chat template leaves out what the user says, whether it gets a text or a list of parts; send a plain prompt"
+LOSES_WORDS = (
+    "the model's chat template leaves out what the user says, whether it gets a text or a list of parts; send a plain"
+    " prompt"
+)
 
 
 class ChatTemplate:
-    """A template. `facts` has the special tokens' texts (tokenizer_config.json).
+    """The chat template of a model. `facts` holds the texts of its special tokens (tokenizer_config.json).
 
-    form: in which it reads messages; found by rendering if it is not given. Its process is started by the first text.
+    form: the form in which it reads messages; found by rendering if it is not given. The first text starts its process.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class ChatTemplate:
     def form(self) -> ChatForm:
         """The form in which the template reads messages.
 
-        Raises RequestError for one that leaves out what the user says in every form.
+        Raises RequestError for a template that omits what the user says in every form.
         """
         if self._form is None:
             found = self._process.ask({"find_form": True})["form"]
@@ -55,10 +58,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation.
+        """Return the prompt of a conversation.
 
-        messages: as `formed` takes them. Raises RequestError for messages or a template that cannot be rendered, and for
-        a template that takes more time or memory than its limits.
+        messages: as `formed` takes them. Raises RequestError for messages or a template that cannot be rendered, and
+        for a template that exceeds its limits of time or memory.
         """
         return self.write(self.values(messages, add_generation_prompt, tools, **variables))
 
@@ -70,7 +73,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> dict[str, Any]:
-        """The variables of a conversation. Raises RequestError for messages that are none, and tools that the template leaves out."""
+        """Return the template's variables for a conversation.
+
+        Raises RequestError for invalid messages, and for tools if the template omits them.
+        """
         if tools and not self.form.tools:
             raise RequestError(
                 "tools: the model's chat template leaves them out; leave them out, or say them in a message"
@@ -83,14 +89,17 @@ class ChatTemplate:
         }
 
     def write(self, values: Mapping[str, Any]) -> str:
-        """The text that the template writes of its variables."""
+        """Return the text that the template writes with these variables."""
         return str(self._process.ask({"values": values})["text"])
 
     def check(self) -> None:
-        """Find the template's form. Raises RequestError for a template that cannot be read, or loses words in every form."""
+        """Find the template's form.
+
+        Raises RequestError for an unreadable template, or one that omits user text in every form.
+        """
         self._process.ask({})
         _ = self.form
 
     def close(self) -> None:
-        """End its process. Another text starts it again."""
+        """End the template's process; the next text starts it again."""
         self._process.close()

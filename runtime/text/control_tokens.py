@@ -1,8 +1,9 @@
-"""Control tokens that users write: `<|im_end|>` in a message ends it for the model, unless it is told apart.
+"""The handling of control tokens in users' text: `<|im_end|>` in a message would end the message for the model.
 
-A tokenizer finds these texts wherever they stand. To tell who wrote one, the user's are replaced by names that nobody
-can guess before the template writes the conversation; what it then spells is its own. A twin of the tokenizer knows
-control tokens by such names alone, so that the user's, put back, are texts like any other to it.
+A tokenizer finds these texts wherever they stand. To tell who wrote one, the user's are replaced by unguessable names
+before the template renders the conversation; a control token in the rendered text is then the template's own. A twin of
+the tokenizer knows the control tokens only by secret names, so the user's own spellings, once restored, are plain text
+to it.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from inferc.errors import ConfigError, RequestError, shown
 
 InText: TypeAlias = Literal["allow", "refuse", "escape"]
 CHOICES: tuple[InText, ...] = ("allow", "refuse", "escape")
-NOTHING = r"(?!)"  # a pattern of no text
-PRIVATE = 0xF0000  # code points for private use, which have no case, are no spaces and stand in no vocabulary
-# Templates put a role between the halves of a control token.
+NOTHING = r"(?!)"  # a pattern that never matches
+PRIVATE = 0xF0000  # the first private-use code point; these have no case, are no spaces, and are in no vocabulary
+# The accepted roles: some templates build a control token around the role of a message.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def parse_in_text(value: str) -> InText:
-    """What is to become of control tokens, by its name. Raises ConfigError for what is none."""
+    """Return the choice of how to treat control tokens in text, by its name. Raises ConfigError for an unknown name."""
     if value not in CHOICES:
         raise ConfigError(f"special_tokens_in_text is {value!r:.40}; expected one of {', '.join(CHOICES)}")
     return value
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, and what becomes of those that users write.
+    """The control tokens of a tokenizer, and the treatment of those that users write.
 
-    They are the tokens that the tokenizer calls special, and added ones that the chat template spells (a call or answer of
-    a tool, say). The latter are left alone in an assistant's messages, where the model itself wrote them. Raises ConfigError for
-    `escape` and a tokenizer that has no such twin.
+    They are the tokens that the tokenizer marks as special, and added tokens that the chat template spells (such as a
+    tool call or its result). The latter are left alone in an assistant's messages, where the model itself wrote them.
+    Raises ConfigError for `escape` with a tokenizer that a twin cannot be made of.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, in_text: InText) -> None:
@@ -53,7 +54,7 @@ class ControlTokens:
         }
         self._ids = {**special, **spelled}
         self._special, self._all = _pattern(special), _pattern(self._ids)
-        # Tokens that are looked for in the normalized text, where other characters may have become theirs.
+        # Tokens that the tokenizer looks for in normalized text, where normalization may turn other text into them.
         self._normalizer = tokenizer.normalizer
         self._loose = _pattern(
             entry.content for entry in added.values() if entry.normalized and entry.content in self._ids
@@ -62,26 +63,29 @@ class ControlTokens:
         self._texts = sorted(self._ids)
         self._hidden = {text: self._secret + chr(PRIVATE + 256 + index) for index, text in enumerate(self._texts)}
         self._shown = {name: text for text, name in self._hidden.items()}
-        self._shown.update({_as_ascii(name): text for name, text in self._shown.items()})  # by a template's tojson
+        # A template's tojson writes the hidden names with ASCII escapes.
+        self._shown.update({_as_ascii(name): text for name, text in self._shown.items()})
         self._put_back = _pattern(self._shown)
         self._names = {text: _private(12) for text in self._texts}
         self._twin = self._make_twin(tokenizer) if in_text == "escape" and self._ids else None
 
     def found(self, text: str) -> str | None:
-        """The first control token in a text of a user's."""
+        """Return the first control token in a user's text, or None."""
         hit = self._all.search(text) or self._respelled(text)
         return None if hit is None else hit.group()
 
     def check_prompt(self, text: str) -> None:
-        """Raises RequestError for a prompt with a control token, where they are refused."""
+        """Raise RequestError for a prompt with a control token, if they are refused."""
         if self.in_text == "refuse" and (token := self.found(text)) is not None:
             raise RequestError(
                 f"the prompt has the control token {token!r}, and these are refused in texts here; leave it out"
             )
 
     def guarded(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The variables of a template, without control tokens in what is the user's. Raises RequestError where they are
-        refused, and for a role that a template may make one of."""
+        """Return the variables of a template with the control tokens in the user's parts hidden.
+
+        Raises RequestError for control tokens if they are refused, and for a role that a template could make one of.
+        """
         if self.in_text == "allow" or not self._ids:
             return dict(values)
         try:
@@ -109,9 +113,10 @@ class ControlTokens:
         return {**others, "messages": messages}
 
     def encode(self, text: str, is_prompt: bool, add_special_tokens: bool) -> list[int] | None:
-        """The ids of a text in which users' control tokens are texts like any other; None: it has none of theirs.
+        """Return the ids of a text with users' control tokens encoded as plain text.
 
-        is_prompt: all of it is the user's; else a template wrote it from what `guarded` gave.
+        Return None if the text has none of theirs. is_prompt: the whole text is the user's; otherwise a template wrote
+        it from the result of `guarded`.
         """
         if self._twin is None:
             return None
@@ -123,7 +128,7 @@ class ControlTokens:
         else:
             text = self._all.sub(lambda hit: self._names[hit.group()], text)
             text = self._put_back.sub(lambda hit: self._shown[hit.group()], text)
-        # Without offsets, and without the interpreter lock.
+        # The batch call computes no offsets and releases the interpreter lock.
         return list(self._twin.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def _guarded(self, where: str, value: Any, pattern: re.Pattern[str]) -> Any:
@@ -131,8 +136,8 @@ class ControlTokens:
             if (hit := pattern.search(value)) is None:
                 if (hit := self._respelled(value)) is not None:
                     raise RequestError(
-                        f"{where} has the control token {hit.group()!r} in other characters, and these are refused in texts"
-                        " here; leave it out"
+                        f"{where} has the control token {hit.group()!r} in other characters, and these are refused in"
+                        " texts here; leave it out"
                     )
                 return value
             if self.in_text == "refuse":
@@ -149,13 +154,13 @@ class ControlTokens:
         return value
 
     def _respelled(self, text: str) -> re.Match[str] | None:
-        """The first control token that the tokenizer would find only after it has normalized the text."""
+        """Return the first control token that appears only after the tokenizer's normalization, or None."""
         if self._normalizer is None or self._loose.pattern == NOTHING:
             return None
         return self._loose.search(self._normalizer.normalize_str(text))
 
     def _merged(self, value: Any, pattern: re.Pattern[str]) -> Any:
-        """A list of text parts as one part, if a control token goes from one to the next."""
+        """Return a list of text parts merged into one part, if a control token spans several parts."""
         if not isinstance(value, list) or not all(isinstance(part, dict) and "text" in part for part in value):
             return value
         texts = [part["text"] for part in value]
@@ -165,7 +170,7 @@ class ControlTokens:
         return [{"type": "text", "text": whole}]
 
     def _make_twin(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The tokenizer with secret names for the control tokens, under the same ids."""
+        """Return a copy of the tokenizer in which the control tokens have secret names, under the same ids."""
         definition = json.loads(tokenizer.to_str())
         for entry in definition["added_tokens"]:
             entry["content"] = self._names.get(entry["content"], entry["content"])
@@ -178,9 +183,10 @@ class ControlTokens:
             model["unk_token"] = self._names[model["unk_token"]]
         try:
             twin = Tokenizer.from_str(json.dumps(definition))
-        except Exception as error:  # the tokenizers library raises bare Exception for what it cannot parse
+        except Exception as error:  # the tokenizers library raises a bare Exception when it cannot parse
             raise ConfigError(f"{NO_TWIN}: {str(error)[:200]}") from error
-        controls = set(self._ids.values()) - set(_ids(twin, self._secret))  # which may be what stands for the unknown
+        # The secret text may be encoded as the unknown token, which may be a control token.
+        controls = set(self._ids.values()) - set(_ids(twin, self._secret))
         for text, name in self._names.items():
             if _ids(twin, name) != _ids(tokenizer, text) or controls & set(_ids(twin, text)):
                 raise ConfigError(f"{NO_TWIN}: {text!r} is part of how it splits texts")
@@ -198,21 +204,22 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _as_ascii(text: str) -> str:
-    """As JSON escapes it."""
+    """Return the text with JSON's ASCII escapes."""
     return json.dumps(text)[1:-1]
 
 
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Any of these texts, the longest first; of none, nothing.
+    """Return a pattern that matches any of these texts, the longest first; without texts it matches nothing.
 
-    What several begin with is written once: hundreds that begin alike would each be tried wherever a text begins so, too.
+    Common prefixes are written once: otherwise hundreds of texts with the same prefix would each be tried wherever it
+    occurs.
     """
     found = sorted(set(texts))
     return re.compile(_expression(found, 0) if found else NOTHING)
 
 
 def _expression(texts: list[str], at: int) -> str:
-    """What the sorted `texts`, which are equal before `at`, go on with."""
+    """Return a regular expression for the rest of the sorted `texts`, which agree up to position `at`."""
     if len(texts) == 1:
         return re.escape(texts[0][at:])
     may_end = len(texts[0]) == at
@@ -225,5 +232,5 @@ def _expression(texts: list[str], at: int) -> str:
 
 
 def _private(count: int) -> str:
-    """A name that nobody can guess."""
+    """Return a random name that nobody can guess."""
     return "".join(chr(PRIVATE + byte) for byte in secrets.token_bytes(count))

@@ -1,4 +1,4 @@
-"""The files of an artifact that text needs, as they were checked: tokenizer, chat template, golden vectors."""
+"""The checked files of an artifact that concern text: tokenizer, chat template, golden vectors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Type = TypeVar("Type")
 
 
 class GoldenText(Struct, frozen=True):
-    """A text, and the ids that the tokenizer gave for it when the model was compiled."""
+    """A text with the ids that the tokenizer gave for it at compile time."""
 
     text: str
     token_ids: list[int]
-    decoded: str | None = None  # what the ids are as a text
+    decoded: str | None = None  # the text that the ids decode to
 
 
 class GoldenChat(Struct, frozen=True):
-    """A conversation, and what transformers made of it."""
+    """A conversation with what transformers rendered it to."""
 
     messages: list[dict[str, Any]]
     text: str
@@ -33,7 +33,7 @@ class GoldenChat(Struct, frozen=True):
 
 
 class GoldenChats(Struct, frozen=True):
-    """golden_chat.json."""
+    """The contents of golden_chat.json."""
 
     vectors: list[GoldenChat] = []
     stop_token_ids: list[int] | UnsetType = UNSET
@@ -42,9 +42,9 @@ class GoldenChats(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The files of an artifact that text needs, by name.
+    """The files of an artifact that concern text, by name.
 
-    contents: by name within `folder`, which is there for messages alone.
+    contents: by name within `folder`, which serves only for messages.
     """
 
     folder: Path
@@ -52,7 +52,7 @@ class TextFiles:
 
     @staticmethod
     def read(folder: Path) -> TextFiles:
-        """Those of a folder that no manifest knows of yet, as a compile has written it. Raises ArtifactError."""
+        """Read the files of a folder that has no manifest yet, such as one just compiled. Raises ArtifactError."""
         try:
             return TextFiles(folder, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
         except FileNotFoundError:
@@ -65,7 +65,7 @@ class TextFiles:
         return "tokenizer.json" in self.contents
 
     def text(self, name: str) -> str | None:
-        """A file's text; None where there is no such file. Raises ArtifactError for what is no UTF-8."""
+        """Return a file's text; None if there is no such file. Raises ArtifactError if it is not UTF-8."""
         if name not in self.contents:
             return None
         try:
@@ -74,7 +74,7 @@ class TextFiles:
             raise ArtifactError(f"{self.folder / name} is not UTF-8: {error}; compile the model again") from None
 
     def json(self, name: str, kind: type[Type]) -> tuple[Any, Type] | None:
-        """A JSON file as parsed, and as of this type; None where there is no such file. Raises ArtifactError."""
+        """Return a JSON file as parsed and as this type; None if there is no such file. Raises ArtifactError."""
         if name not in self.contents:
             return None
         try:

@@ -1,4 +1,4 @@
-"""Stop strings found in a text that comes in pieces, in a time that does not grow with what is held back.
+"""The search for stop strings in a streamed text, in a time per character independent of how much is held back.
 
 Source: Aho and Corasick 1975, Efficient string matching, DOI 10.1145/360825.360855.
 """
@@ -14,22 +14,22 @@ NO_CHAR = -1
 
 
 class Automaton:
-    """All stop strings as one machine: a node is a beginning of some of them, the longest that the text read so far ends in.
+    """A state machine of all stop strings: each node is a prefix of some of them.
 
-    A character costs a constant number of moves, counted over the text. Some 20 bytes for each character of the strings:
-    nodes are numbered as they are made, so the first child of a node is the next number, and only where strings part is
-    there a dictionary.
+    The current node is the longest prefix that the text read so far ends in. A character costs an amortized constant
+    number of moves. Memory is some 20 bytes for each character of the strings: nodes are numbered in order of creation,
+    so the first child of a node has the next number, and only nodes with several children need a dictionary.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.depths = array("i", [0])
-        self._first = array("i", [NO_CHAR])  # the character that leads to the next number
-        self._others: dict[int, dict[int, int]] = {}  # the other characters, where a node has any
-        self._ends: dict[int, str] = {}  # of nodes that are a stop string
+        self._first = array("i", [NO_CHAR])  # per node, the character that leads to the node with the next number
+        self._others: dict[int, dict[int, int]] = {}  # per node with several children, the other characters
+        self._ends: dict[int, str] = {}  # the stop string of each node that completes one
         for stop in stops:
             self._add(stop)
-        self._fall = array("i", [0]) * len(self.depths)  # the node of the longest end that is a beginning too
-        self._found = array("i", [0]) * len(self.depths)  # the longest end that is a stop string; 0: none
+        self._fall = array("i", [0]) * len(self.depths)  # per node, its longest suffix that is a prefix too
+        self._found = array("i", [0]) * len(self.depths)  # per node, its longest suffix that is a stop string; 0: none
         self._connect()
 
     def _add(self, stop: str) -> None:
@@ -48,7 +48,7 @@ class Automaton:
         self._ends[node] = stop
 
     def _child(self, node: int, char: int) -> int:
-        """0: there is none."""
+        """Return the child of a node for a character, or 0 if there is none."""
         if self._first[node] == char:
             return node + 1
         others = self._others.get(node)
@@ -56,7 +56,7 @@ class Automaton:
 
     def _connect(self) -> None:
         waiting = deque([0])
-        while waiting:  # shorter ones first: where a node falls to is done before it
+        while waiting:  # breadth first, so the node that a node falls back to is done before it
             node = waiting.popleft()
             children = [(self._first[node], node + 1)] if self._first[node] != NO_CHAR else []
             for char, child in [*children, *self._others.get(node, {}).items()]:
@@ -65,7 +65,7 @@ class Automaton:
                 waiting.append(child)
 
     def step(self, node: int, char: int) -> int:
-        """The node after one more character."""
+        """Return the node after one more character."""
         while not (child := self._child(node, char)):
             if not node:
                 return 0
@@ -73,18 +73,20 @@ class Automaton:
         return child
 
     def found(self, node: int) -> str | None:
-        """The longest stop string that the text ends in."""
+        """Return the longest stop string that the text ends in, or None."""
         return self._ends[at] if (at := self._found[node]) else None
 
 
-# The outputs of a request share one, and so do requests of the same client; each has at most MAX_STOP_CHARACTERS.
+# The outputs of a request share an automaton, as do requests with the same stop strings. Each automaton has at most
+# MAX_ALL_STOP_CHARACTERS nodes besides its root.
 _automaton = lru_cache(maxsize=32)(Automaton)
 
 
 class StopStrings:
-    """Finds the first stop string in a text that comes in pieces, and holds back only what may be a part of one.
+    """A search for the first stop string in a streamed text, which holds back only what may be part of one.
 
-    First means: complete first, so where pieces are cut does not matter; of those that are complete at once, the longest.
+    First means completed first, so the result does not depend on how the text is cut. Of several completed by the same
+    character, the longest is found.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -95,7 +97,7 @@ class StopStrings:
         self._first = frozenset(stop[0] for stop in stops)
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """The text that may be shown, and the stop string if it was found."""
+        """Return the text that may be shown, and the stop string if one was found."""
         if not self._node and self._first.isdisjoint(piece):
             return piece, None
         automaton, node = self._automaton, self._node
@@ -110,6 +112,6 @@ class StopStrings:
         return text[:shown], None
 
     def finish(self) -> str:
-        """What was held back, which has become no stop string."""
+        """Return the text that was held back and did not become a stop string."""
         held, self._held, self._node = self._held, "", 0
         return held

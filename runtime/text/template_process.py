@@ -1,4 +1,4 @@
-"""A chat template behind a pipe: its process is started when it is first asked, and again after it was killed."""
+"""The parent's side of a chat template's process: started on the first question, restarted after it was killed."""
 
 from __future__ import annotations
 
@@ -17,39 +17,43 @@ from typing import Any
 from inferc.errors import InfercError, RequestError
 from inferc.runtime.text.template_worker import OUT_OF_MEMORY, packed, receive
 
-START_SECONDS, LATE_SECONDS = 30.0, 5.0  # for a process to begin; for one that is past its time to end by itself
+# How long a process may take to start, and how long one may exceed its time limit before it is killed.
+START_SECONDS, LATE_SECONDS = 30.0, 5.0
 MAX_ANSWER_BYTES = 256 << 20
 
 
 class NoProcess(InfercError):
-    """The system has no process for a template now. retry_after: seconds until it may have one."""
+    """The error that the system cannot start a template's process now. retry_after: seconds until it may."""
 
     retry_after = 1.0
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """Of one conversation. max_bytes: of the whole address space of the process, of which Python takes a few dozen MB."""
+    """The limits of rendering one conversation.
+
+    max_bytes: of the whole address space of the process, of which Python takes a few dozen MB.
+    """
 
     max_seconds: float = 5.0
     max_bytes: int = 1 << 30
 
 
 class TemplateProcess:
-    """Asks a process that renders one template. Calls of several threads take their turns.
+    """The connection to a process that renders one template; concurrent calls take turns.
 
-    tokens: variables that every text has. Raises NoProcess where the system gives none.
+    tokens: variables that every text has. Raises NoProcess if the system cannot start one.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], limits: TemplateLimits) -> None:
         self._first = packed({"source": source, "tokens": dict(tokens), **vars(limits)})
         self._limits = limits
         self._turn = threading.Lock()
-        self._children: list[_Child] = []  # one at most
+        self._children: list[_Child] = []  # at most one; a list so that the finalizer sees changes
         self._end = weakref.finalize(self, _end_all, self._children)
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The process's answer to a question. Raises RequestError for what the template refuses, fails on or takes too much for."""
+        """Return the process's answer. Raises RequestError if the template refuses, fails, or exceeds its limits."""
         try:
             data = packed(question)
         except (TypeError, ValueError, RecursionError):
@@ -60,11 +64,11 @@ class TemplateProcess:
             child, seconds = self._child()
             try:
                 answer = child.ask(data, seconds)
-            except (EOFError, OSError, ValueError):  # it is gone, or does not answer
+            except (EOFError, OSError, ValueError):  # the process is gone, or does not answer
                 code = child.process.poll()
                 self.close()
                 raise RequestError(f"the model's chat template {self._fault(code)}") from None
-            except BaseException:  # interrupted: what it answers would be taken for the answer to the next question
+            except BaseException:  # interrupted: its answer would be taken for that of the next question
                 self.close()
                 raise
         if "error" in answer:
@@ -72,7 +76,7 @@ class TemplateProcess:
         return answer
 
     def _child(self) -> tuple[_Child, float]:
-        """The process, and how long to wait for its answer."""
+        """Return the process, started if necessary, and how long to wait for its answer."""
         seconds = self._limits.max_seconds + LATE_SECONDS
         if self._children and self._children[0].process.poll() is None:
             return self._children[0], seconds
@@ -82,7 +86,7 @@ class TemplateProcess:
         return child, seconds + START_SECONDS
 
     def close(self) -> None:
-        """End the process; what is being asked fails. It is started again when it is asked again."""
+        """End the process, so a question in progress fails; the next question starts it again."""
         _end_all(self._children)
 
     def _fault(self, code: int | None) -> str:
@@ -95,14 +99,14 @@ class TemplateProcess:
 
 
 class _Child:
-    """A process and our end of its pipe. first: what it is told before it is asked."""
+    """A process and the parent's end of its socket pair. first: the message sent before any question."""
 
     def __init__(self, first: bytes) -> None:
         try:
             self.connection, theirs = socket.socketpair()
         except OSError as error:
             raise _no_process(error) from None
-        # It imports from where this process does, and from nowhere else (not the current folder).
+        # The child imports from the same folders as this process, and not from the current folder.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         try:
             with theirs:
@@ -112,7 +116,7 @@ class _Child:
                     env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # ^C in a terminal reaches every process of its session
+                    start_new_session=True,  # otherwise ^C in the terminal would reach it
                 )
         except OSError as error:
             self.connection.close()
@@ -120,7 +124,7 @@ class _Child:
         self._unsent = first
 
     def ask(self, question: bytes, seconds: float) -> dict[str, Any]:
-        """Raises EOFError or OSError where no answer comes in time, ValueError for one that is none."""
+        """Return the answer. Raises EOFError or OSError if none comes in time, ValueError if it is malformed."""
         self.connection.settimeout(seconds)
         try:
             self.connection.sendall(self._unsent + question)
@@ -128,7 +132,7 @@ class _Child:
             return receive(self.connection, MAX_ANSWER_BYTES)
         except (EOFError, ConnectionError):
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(LATE_SECONDS)  # for its exit code
+                self.process.wait(LATE_SECONDS)  # wait for the exit code, which tells the cause
             raise
 
     def end(self) -> None:
@@ -138,7 +142,7 @@ class _Child:
 
 
 def _end_all(children: list[_Child]) -> None:
-    with suppress(IndexError):  # another thread ends it too
+    with suppress(IndexError):  # another thread may have taken it out to end it
         while True:
             children.pop().end()
 

@@ -1,8 +1,8 @@
-"""Jinja as Hugging Face's chat templates need it, in a sandbox.
+"""The sandboxed Jinja environment with the features that Hugging Face's chat templates need.
 
-A template comes with the model, so it is hostile input: it can call nothing but what is handed in and change nothing.
-That it ends soon and stays small is for the process around it to see to (template_worker.py): the sandbox leaves it
-operators and methods of texts, lists and numbers, some of which take as much time and memory as one likes.
+A template comes with the model, so it is hostile input: it can call only what it is given, and change nothing. Limiting
+its time and memory is the job of the surrounding process (template_worker.py): the sandbox leaves it operators and
+methods of texts, lists and numbers, some of which take unbounded time and memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from inferc.errors import RequestError
 
-MAX_CHARS = 16 << 20  # of the prompt
-MAX_MESSAGE = 500  # characters of what a template says of messages that it refuses
+MAX_CHARS = 16 << 20  # characters of a prompt
+MAX_MESSAGE = 500  # characters of a template's own error message that are shown
 
 
 class Sandbox:
-    """A template, compiled. Raises RequestError for one that is none."""
+    """A compiled template. Raises RequestError if it cannot be compiled."""
 
     def __init__(self, source: str) -> None:
         self._environment = _Environment()
@@ -36,7 +36,7 @@ class Sandbox:
             ) from error
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """The text that it writes. Raises RequestError where it refuses or fails, and MemoryError."""
+        """Return the text that the template writes. Raises RequestError if it refuses or fails, and MemoryError."""
         pieces, length = [], 0
         try:
             for piece in self._template.generate(values):
@@ -46,7 +46,7 @@ class Sandbox:
                     raise RequestError(f"the model's chat template writes more than {MAX_CHARS} characters")
         except (RequestError, MemoryError):
             raise
-        except Exception as error:  # a template can raise whatever Python's operators raise
+        except Exception as error:  # a template can raise any error of Python's operators
             raise RequestError(
                 f"the model's chat template failed on these messages: {str(error)[:MAX_MESSAGE]}"
             ) from error
@@ -54,7 +54,7 @@ class Sandbox:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the answer for training; here it is just its body."""
+    """The tag `{% generation %}…{% endgeneration %}`, which marks the answer for training; here it is just its body."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -64,7 +64,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with what Hugging Face's templates use."""
+    """The sandboxed environment with the filters and functions that Hugging Face's templates use."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
@@ -80,7 +80,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Hugging Face has it: no HTML escapes."""
+    """Return a value as JSON without HTML escapes, like Hugging Face's `tojson`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,8 +1,9 @@
-"""The process that renders a chat template: it may be killed at any time.
+"""The process that renders a chat template, and that may be killed at any time.
 
-`python -m inferc.runtime.text.template_worker FD`; FD is its end of a socket pair. Messages are JSON behind their length.
-What a template does there is bounded by the system: memory by a limit on the address space, time by a timer that ends
-the process, whatever it does. It ends with its parent: at once where it waits for it, else by its timer.
+It is run as `python -m inferc.runtime.text.template_worker FD`, where FD is its end of a socket pair. A message is its
+length followed by JSON. The system bounds what a template does: memory by a limit on the address space, time by a timer
+that ends the process, whatever it does. It ends with its parent: at once if it is waiting for it, otherwise by its
+timer.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from inferc.errors import RequestError
 from inferc.runtime.text.template_sandbox import Sandbox
 
 LENGTH = struct.Struct("!Q")
-OUT_OF_MEMORY = 77  # an exit code
+OUT_OF_MEMORY = 77  # the exit code of a worker that ran out of memory
 
 
 def packed(message: Mapping[str, Any]) -> bytes:
-    """The bytes of a message. Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
-    # Not as ASCII, which would be up to four times the bytes, and as many milliseconds in which no other thread runs.
+    """Return the bytes of a message. Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
+    # Not as ASCII, which would take up to four times the bytes, and of the time in which no other thread runs.
     data = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return LENGTH.pack(len(data)) + data
 
 
 def receive(connection: socket.socket, max_bytes: int | None = None) -> dict[str, Any]:
-    """The next message. Raises EOFError at the end, OSError where it is not there in time or longer than that."""
+    """Return the next message. Raises EOFError at the end, OSError if it is late or longer than `max_bytes`."""
     (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
     if max_bytes is not None and length > max_bytes:
         raise OSError(f"a message of {length} bytes")
@@ -53,7 +54,7 @@ def _read(connection: socket.socket, count: int) -> bytearray:
 
 
 class _Worker:
-    """A template and its limits, as the first message says them."""
+    """A template with its limits, as given in the first message."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], max_seconds: float, max_bytes: int) -> None:
         self.max_seconds = max_seconds
@@ -65,8 +66,7 @@ class _Worker:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """What is asked: the text of a conversation, the form in which the template reads messages, or nothing but that it
-        can be read."""
+        """Answer a question: the text of a conversation, the template's form, or only whether it can be read."""
         try:
             if question.get("find_form"):
                 form = find_form(self._find)
@@ -93,7 +93,8 @@ class _Worker:
 def main(fd: int) -> int:
     """Answer what the parent asks until it is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # systemd tells every process; the parent decides
+        # systemd signals every process of a service, but the parent decides when this one ends.
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     connection = socket.socket(fileno=fd)
     try:
@@ -105,7 +106,7 @@ def main(fd: int) -> int:
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.sendall(packed(answer))
     except MemoryError:
-        os._exit(OUT_OF_MEMORY)  # nothing that is left of it would be used again
+        os._exit(OUT_OF_MEMORY)  # the process cannot be used again
     except (EOFError, OSError):
         return 0
 

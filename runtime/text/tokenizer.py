@@ -1,7 +1,8 @@
-"""Text to ids and back: the tokenizer, incremental detokenising, a stream's text with its stop strings.
+"""The tokenizer of a model: text to ids and back, incremental detokenization, and streamed text with stop strings.
 
-The engine knows ids only; what is here runs beside it. Detokenising is by bytes: every id stands for fixed bytes
-(byte-level BPE, or sentencepiece with byte fallback), and an incremental UTF-8 decoder lets no half character out.
+The engine knows only ids; this module runs beside it. Detokenization is by bytes: every id stands for fixed bytes
+(byte-level BPE, or sentencepiece with byte fallback), and an incremental UTF-8 decoder holds back incomplete
+characters.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from inferc.runtime.text.stop_strings import StopStrings
 if TYPE_CHECKING:
     from inferc.runtime.text.chat_template import ChatTemplate
 
-LONG_TEXT = 10_000  # characters: a hundredth of a second
-LONG_IDS = 10_000  # the same to make a text of
-WINDOW = 16  # ids a decoder that is not by bytes may hold back while its text ends in half a character
+LONG_TEXT = 10_000  # characters, which take about 10 ms to encode
+LONG_IDS = 10_000  # ids, which take about 10 ms to decode
+WINDOW = 16  # ids that may be held back while the text ends in half a character, if decoding is not by bytes
 
 
 class Text:
-    """A model's tokenizer, from the artifact's files for it, or from a folder of them.
+    """A model's tokenizer and chat template, from the artifact's files or from a folder of such files.
 
-    special_tokens_in_text: what becomes of control tokens that users write (control_tokens.py). Raises ArtifactError if it is
-    missing or does not give the ids it gave when the model was compiled, ConfigError where it cannot tell control tokens apart.
+    special_tokens_in_text: how to treat control tokens that users write (control_tokens.py). Raises ArtifactError if
+    the tokenizer is missing or does not give the ids that it gave at compile time, ConfigError if it cannot escape
+    control tokens.
     """
 
     def __init__(self, files: TextFiles | Path, special_tokens_in_text: str = "allow") -> None:
@@ -45,7 +47,7 @@ class Text:
             raise ArtifactError(f"there is no {path}: the artifact has no tokenizer; give prompts as token ids")
         try:
             self.tokenizer = Tokenizer.from_str(source)
-        except Exception as error:  # the tokenizers library raises bare Exception for what it cannot parse
+        except Exception as error:  # the tokenizers library raises a bare Exception when it cannot parse
             raise ArtifactError(f"{path} is not a tokenizer: {error}; compile the model again") from error
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
@@ -64,7 +66,10 @@ class Text:
             self._controls = ControlTokens(self.tokenizer, self._template or "", in_text)
 
     def _check_golden(self, golden: Sequence[GoldenText]) -> None:
-        """Raise ArtifactError for other ids than before; tell by a window where the bytes of ids are not what is decoded."""
+        """Check that golden texts have the ids and the decoded text of compile time, or raise ArtifactError.
+
+        Where the bytes of ids are not what the decoder makes of them, detokenization switches to a window of ids.
+        """
         for row in golden:
             found = self.tokenizer.encode(row.text).ids
             if found != row.token_ids:
@@ -81,28 +86,29 @@ class Text:
             self._kind, self.strips_first_space = "window", False
 
     def _bytes_agree(self, token_ids: Sequence[int]) -> bool:
-        """Whether the bytes of ids, put together, are what the decoder makes of them."""
+        """Return whether the concatenated bytes of ids are what the decoder makes of them."""
         pieces = Detokenizer(self, at_start=True)
         return pieces.push(token_ids) + pieces.finish() == self.decode(token_ids)
 
     def check_stop_ids(self, token_ids: Sequence[int]) -> None:
-        """Raises ArtifactError if these are not the ids that ended a text when the model was compiled."""
+        """Raise ArtifactError if these are not the ids that ended a text at compile time."""
         golden = self._golden_chat.get("stop_token_ids")
         if golden is not None and sorted(golden) != sorted(token_ids):
             raise ArtifactError(
-                f"texts end at the token ids {sorted(token_ids)}, and ended at {sorted(golden)} when the model was compiled;"
-                " compile it again"
+                f"texts end at the token ids {sorted(token_ids)}, and ended at {sorted(golden)} when the model was"
+                " compiled; compile it again"
             )
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a user's text, with the tokens the model expects at its start (BOS) and end if any.
+        """Return the token ids of a user's text, with the tokens that the model expects at its start (BOS) and end.
 
-        max_tokens refuses a text that cannot be so few tokens before time is spent on it; others may still be more.
+        max_tokens: refuse a text that is too long to be this few tokens before spending time on it; a text that is
+        accepted may still have more tokens.
         """
         return self._encode(text, add_special_tokens, max_tokens, is_prompt=True)
 
     def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of what `render_chat` gave."""
+        """Return the token ids of a text that `render_chat` returned."""
         return self._encode(text, False, max_tokens, is_prompt=False)
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None, is_prompt: bool) -> list[int]:
@@ -120,22 +126,23 @@ class Text:
                     return ids
             if len(text) < LONG_TEXT:
                 return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            # Without offsets, and without the interpreter lock: three times as fast, and other threads go on.
+            # The batch call computes no offsets and releases the interpreter lock: it is three times as fast, and
+            # other threads go on.
             return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError("the prompt is not text: it has half of a surrogate pair, or is no string") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence of ids."""
+        """Return the text of a whole sequence of ids."""
         ids = list(token_ids)
         if len(ids) < LONG_IDS:
             return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        # Without the interpreter lock: a second of a million.
+        # The batch call releases the interpreter lock; a million ids take a second.
         return self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     @property
     def template_source(self) -> str | None:
-        """Of the chat template, if there is one."""
+        """The source of the chat template, if there is one."""
         return self._template
 
     @property
@@ -144,7 +151,7 @@ class Text:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """Raises RequestError if the model has none."""
+        """The chat template of the model. Raises RequestError if the model has none."""
         if self._template is None:
             raise RequestError("this model has no chat template; send a plain prompt instead of messages")
         from inferc.runtime.text.chat_template import ChatTemplate
@@ -155,12 +162,12 @@ class Text:
             if (problem := self.chat_problem(template)) is not None:
                 raise RequestError(f"{problem}; send a plain prompt, or have the model compiled again")
         except BaseException:
-            template.close()  # the next request tries again, and each would leave a process behind
+            template.close()  # the next request tries again, and would leave another process behind
             raise
         return template
 
     def chat_problem(self, template: ChatTemplate) -> str | None:
-        """In what a conversation differs from what transformers made of it when the model was compiled, if it does."""
+        """Return how a conversation differs from what transformers rendered at compile time, or None."""
         if self._golden_chat.get("depends_on_time"):
             return None
         for row in self._golden_chat.get("vectors", ()):
@@ -172,8 +179,8 @@ class Text:
                 at = next((i for i, (a, b) in enumerate(zip(text, row["text"], strict=False)) if a != b), len(text))
                 where = slice(max(0, at - 10), at + 20)
                 return (
-                    f"the model's chat template writes {text[where]!r} where it wrote {row['text'][where]!r} when the model was"
-                    " compiled"
+                    f"the model's chat template writes {text[where]!r} where it wrote {row['text'][where]!r} when the"
+                    " model was compiled"
                 )
             if self.encode_rendered(text) != row["token_ids"]:
                 return f"the tokens of the conversation {text[:40]!r} are not those of when the model was compiled"
@@ -182,14 +189,14 @@ class Text:
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], max_tokens: int | None = None, /, **options: Any
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template, which writes BOS itself; max_tokens as in `encode`.
+        """Return the token ids of a conversation, rendered by the model's chat template, which writes BOS itself.
 
-        options: as ChatTemplate.render has them; a template's variables may have any names.
+        max_tokens: as in `encode`. options: as in ChatTemplate.render; a template's variables may have any names.
         """
         return self.encode_rendered(self.render_chat(messages, **options), max_tokens)
 
     def render_chat(self, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
-        """The text of a conversation; it may take seconds."""
+        """Return the text of a conversation; rendering may take seconds."""
         template = self.chat_template
         values = template.values(messages, **options)
         return template.write(values if self._controls is None else self._controls.guarded(values))
@@ -201,11 +208,11 @@ class Text:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token: of its spelling, which is never shorter than its text."""
+        """The number of characters of the longest token's spelling, which is never shorter than its text."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that `token_id` stands for, which may be part of a character. Unknown ids stand for nothing."""
+        """Return the bytes that `token_id` stands for, which may be part of a character; unknown ids have none."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._piece(token_id)
@@ -222,7 +229,7 @@ class Text:
         if self._kind == "byte_level":
             try:
                 return bytes(BYTE_OF_CHAR[char] for char in token)
-            except KeyError:  # an added token with a character that stands for no byte is its own text
+            except KeyError:  # an added token with a character that stands for no byte is plain text
                 return token.encode()
         if self._kind == "sentencepiece":
             if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -232,7 +239,7 @@ class Text:
 
 
 def _classify(decoder: dict[str, Any] | None) -> tuple[str, bool]:
-    """How a tokenizer.json's decoder turns ids into text, and whether it drops one space at the start."""
+    """Return how a tokenizer.json's decoder turns ids into text, and whether it drops one space at the start."""
     parts = [decoder or {}]
     if parts[0].get("type") == "Sequence":
         parts = parts[0]["decoders"]
@@ -255,7 +262,7 @@ def _classify(decoder: dict[str, Any] | None) -> tuple[str, bool]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The 256 printable characters by which byte-level BPE writes bytes. Source: GPT-2's encoder.py."""
+    """Return the byte of each of the 256 characters that byte-level BPE writes. Source: GPT-2's encoder.py."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -265,7 +272,7 @@ BYTE_OF_CHAR = _byte_of_char()
 
 
 class Detokenizer:
-    """Ids in, text out, piece by piece; the pieces joined are the text of all ids.
+    """An incremental detokenizer: the pieces that it returns add up to the text of all ids.
 
     at_start: the ids begin a text, so a sentencepiece model's first space is dropped; after a prompt it is kept.
     """
@@ -276,7 +283,8 @@ class Detokenizer:
         self._skip = text.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip = at_start and text.strips_first_space
-        self._window: list[int] = []  # of a decoder that is not by bytes: ids of the last piece, then those held back
+        # For a decoder that is not by bytes: the ids of the last piece, followed by the ids held back.
+        self._window: list[int] = []
         self._shown = 0
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -290,11 +298,11 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What was held back: half a character comes out as U+FFFD."""
+        """Return what was held back; half a character becomes U+FFFD."""
         return self._utf8.decode(b"", final=True) if self._is_by_bytes else self._push_window([], final=True)
 
     def _push_window(self, ids: list[int], final: bool = False) -> str:
-        """The text that `ids` add after the previous piece, which decides on spaces between them."""
+        """Return the text that `ids` add after the previous piece, which determines the spaces between them."""
         self._window += ids
         shown = self._text.decode(self._window[: self._shown], skip_special_tokens=False)
         whole = self._text.decode(self._window, skip_special_tokens=False)
@@ -307,7 +315,10 @@ class Detokenizer:
 
 
 class Delta(NamedTuple):
-    """Text that became certain, and the end: `stop` is the stop string or the end token that caused it."""
+    """The text of a sequence that became final, and its end if it ended.
+
+    `stop` is the stop string or the end token that ended it.
+    """
 
     text: str
     finish_reason: str | None = None
@@ -315,7 +326,7 @@ class Delta(NamedTuple):
 
 
 class TextStream:
-    """The text of one sequence of a request: detokenises its outputs and applies its stop strings."""
+    """The text of one sequence of a request: it detokenizes the outputs and applies the stop strings."""
 
     def __init__(self, text: Text, params: SamplingParams) -> None:
         self._params = params
@@ -324,7 +335,10 @@ class TextStream:
         self._count = 0
 
     def push(self, token_ids: Sequence[int], finish_reason: str | None = None) -> Delta:
-        """The next ids of the sequence. If the delta has a reason that the engine did not give, abort the sequence."""
+        """Add the next ids of the sequence, and return the text that became final.
+
+        If the delta has a finish reason that the engine did not give, the caller must abort the sequence.
+        """
         ended_by_token = finish_reason == "stop" and bool(token_ids)
         hide_last = ended_by_token and not self._params.include_stop_str_in_output
         piece = self._detokenizer.push(token_ids[:-1] if hide_last else token_ids)
@@ -340,7 +354,7 @@ class TextStream:
 
 
 def _form_of(path: Path, golden: Mapping[str, Any]) -> ChatForm | None:
-    """What was found when the model was compiled; None: nothing, so it is found again."""
+    """Return the template's form found at compile time; None if none was found, so it is searched for again."""
     if golden.get("form") is None:
         return None
     try:

@@ -1,1 +1,1 @@
-"""The gRPC endpoint."""
+"""The gRPC endpoint of a server."""

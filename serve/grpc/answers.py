@@ -1,4 +1,4 @@
-"""Answers of gRPC calls as bytes: those of many entries are made and serialized beside the event loop, in parts."""
+"""The serialization of gRPC answers, in parts and on a thread if they have many entries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from google.protobuf.message import Message
 
 from inferc.serve.models.long_texts import in_text_thread
 
-MANY_ENTRIES = 1 << 12  # numbers and messages of an answer: some milliseconds
-ENTRIES_OF_PART = 1 << 16  # what a call into protobuf takes at once, while all other threads wait for it
+# Numbers and messages of an answer that are serialized on the event loop, in some milliseconds.
+MANY_ENTRIES = 1 << 12
+# Numbers and messages that one call into protobuf serializes while it blocks all other threads.
+ENTRIES_OF_PART = 1 << 16
 
-Answer: TypeAlias = Message | bytes  # bytes: serialized already
+Answer: TypeAlias = Message | bytes  # bytes: an answer that is already serialized
 Entry = TypeVar("Entry")
 
 
@@ -21,10 +23,10 @@ def as_bytes(answer: Answer) -> bytes:
 
 
 async def joined(parts: Iterable[Message], num_entries: int) -> bytes:
-    """One answer of messages of its kind, each made as it is asked for: their bytes, one behind the other, are the bytes of all
-    their fields together.
+    """Serialize an answer that is given as parts, which are messages of the same type and are made on demand.
 
-    num_entries: in all of them, about.
+    The concatenated bytes of the parts are a message that has the fields of all of them.
+    num_entries: about how many entries all parts have together.
 
     Source: protobuf.dev/programming-guides/encoding, "Last one wins".
     """
@@ -35,7 +37,7 @@ async def joined(parts: Iterable[Message], num_entries: int) -> bytes:
     return made() if num_entries <= MANY_ENTRIES else await in_text_thread(made)
 
 
-def pieces(entries: Sequence[Entry], size: int = 1) -> Iterator[Sequence[Entry]]:
-    """All entries in their order, as many at a time as a part takes. size: what each of them counts for."""
+def slices(entries: Sequence[Entry], size: int = 1) -> Iterator[Sequence[Entry]]:
+    """Yield all entries in order, in slices as long as one part may be; size: entries that each of them counts for."""
     at_once = max(1, ENTRIES_OF_PART // size)
     return (entries[at : at + at_once] for at in range(0, len(entries), at_once))

@@ -1,4 +1,4 @@
-"""What surrounds every gRPC call: its key, the message that it brings, its errors as a status, and what is counted of it."""
+"""The edge of the gRPC server around every call: its API key, its message, its errors as a status, and its metrics."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from inferc.serve.errors import QueueFull, RequestTimeout
 from inferc.serve.models.queue_forecast import ARRIVED_AT, WITHIN
 from inferc.serve.observe.trace_context import note_trace
 from inferc.serve.security.access import CALLER, Access, secret_of
-from inferc.serve.statuses import told
+from inferc.serve.statuses import to_client_error
 from inferc.serve.under_way import UnderWay
 from inferc.system.logging import REQUEST_ID, REQUEST_ID_FORM
 
-# Methods that need no key: what probes ask, and what tells of the services. Methods that need a key with admin: those that
-# change what is served, and those that tell what others asked.
+# OPEN: methods that need no key, which are those of health probes and of reflection. FOR_ADMINS: methods that need a
+# key with admin, which change what is served or reveal what others asked.
 OPEN = frozenset(("ServerLive", "ServerReady", "Check", "Watch", "List", "ServerReflectionInfo"))
 FOR_ADMINS = frozenset(
     (
@@ -35,23 +35,29 @@ FOR_ADMINS = frozenset(
         "RepositoryModelUnload",
     )
 )
-MAX_MESSAGE_BYTES = 32 << 20  # of a request, which gRPC copies on the event loop; a million tokens are a fifth
-SMALL_BYTES = 64 << 10  # of a message that no other stands in the way of, and of the largest that takes no key
-MESSAGES_AT_ONCE = 16  # of the largest size, in memory
-AT_ONCE_SECONDS = 1.0  # what has come by then takes no place: a client on a busy machine is some tenths late
-TURNS = 3  # of an event loop that is late, until it has heard of what had come by then
-MESSAGE_SECONDS = 30.0  # for a message to come whole
-LATE_SECONDS = 0.1  # before its deadline here, a call that its client ends is one whose deadline is over there
+# Size of a request, which gRPC copies on the event loop; a million tokens take a fifth of it.
+MAX_MESSAGE_BYTES = 32 << 20
+# A message up to this size does not count for the memory bound; calls without a key may send no larger one.
+SMALL_BYTES = 64 << 10
+# Bound on the memory for messages, in messages of the largest size; also the number of messages that may be on their
+# way.
+MESSAGES_AT_ONCE = 16
+# A message that comes within this time takes no place; a client on a busy machine is some tenths of a second late.
+AT_ONCE_SECONDS = 1.0
+TURNS = 3  # turns that a late event loop gets, to take the messages that had come within that time
+MESSAGE_SECONDS = 30.0  # time limit for a message that has a place
+# A call that its client ends so shortly before its deadline counts as one that is over because of the deadline.
+LATE_SECONDS = 0.1
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Ended: TypeAlias = Callable[[str, str], None]
 
 
 class Arrivals:
-    """The messages of calls, read as they come and bounded together.
+    """The reader of the messages of calls, which bounds their memory together.
 
-    gRPC keeps what it has of a message until that is whole, and tells nobody how much it is. So one that does not come at
-    once takes a place, of which there are few, for as long as its time.
+    gRPC buffers an incomplete message, and does not tell how much it has buffered. So a message that does not come at
+    once takes one of MESSAGES_AT_ONCE places, for at most message_seconds.
     """
 
     def __init__(
@@ -60,14 +66,14 @@ class Arrivals:
         at_once_seconds: float = AT_ONCE_SECONDS,
         message_seconds: float = MESSAGE_SECONDS,
     ) -> None:
-        """max_bytes: of a message."""
+        """Set the bounds; max_bytes: the size of one message."""
         self.max_bytes, self.at_once_seconds, self.message_seconds = max_bytes, at_once_seconds, message_seconds
-        self.num_slow = 0  # messages that have a place
+        self.num_slow = 0  # messages on their way that have taken a place
         self._num_held = 0  # bytes of large messages of calls that are under way
 
     @asynccontextmanager
     async def message(self, context: Context) -> AsyncIterator[bytes]:
-        """The one message of a call, which counts for as long as that is under way. Raises as `read`."""
+        """Read the single message of a call, and count its memory while the body runs; raises the errors of `read`."""
         data = await self.read(context)
         if data is None:
             raise RequestError("the call has no message; send one")
@@ -81,13 +87,16 @@ class Arrivals:
             self._num_held -= num_large
 
     async def messages(self, context: Context) -> AsyncGenerator[bytes, None]:
-        """All messages of a call, each within its time. Raises as `read`."""
+        """Yield all messages of a call, each of which has its own time limit; raises the errors of `read`."""
         while (data := await self.read(context)) is not None:
             yield data
 
     async def read(self, context: Context) -> bytes | None:
-        """The next message of a call; None: there is none. Raises RequestError where it is too large, RequestTimeout, and QueueFull
-        where others have all places."""
+        """Read the next message of a call; None: there is none.
+
+        Raises RequestError if it is too large, RequestTimeout if it takes too long, and QueueFull if all places are
+        taken.
+        """
         with _OnItsWay(self):
             data = await context.read()
         if not isinstance(data, bytes):
@@ -98,10 +107,10 @@ class Arrivals:
 
 
 class _OnItsWay(AbstractContextManager[None]):
-    """Where a task waits for a message, which takes a place if it does not come at once: ends the waiting by the error of a time that is
-    over, or of places that all are taken.
+    """A context in which a task waits for a message, which takes a place if it does not come at once.
 
-    It needs no other task: each turn of the event loop that a call takes more is felt by whoever asks for health.
+    It ends the waiting with an error if the message takes too long, or if all places are taken. It works without a
+    second task: each further turn of the event loop per call would delay health probes.
     """
 
     def __init__(self, arrivals: Arrivals) -> None:
@@ -140,7 +149,7 @@ class _OnItsWay(AbstractContextManager[None]):
 
 
 class Edge:
-    """Around every call of a method: who calls is known, errors become a status, and `ended` hears of it."""
+    """The context around every call of a method: it finds the caller, turns errors into a status, and calls `ended`."""
 
     def __init__(
         self,
@@ -151,8 +160,11 @@ class Edge:
         keyless: Arrivals,
         under_way: UnderWay,
     ) -> None:
-        """keyed, keyless: what messages of methods that need a key, and of those that need none, are read by. under_way: counts calls
-        whose one message has come."""
+        """Prepare the context for a method.
+
+        keyed, keyless: the readers for the messages of methods that need a key, and of methods that need none.
+        under_way: counts the calls whose single message has come.
+        """
         self._method, self._access, self._ended = method.full_name, access, ended
         self._is_open, self._is_for_admins = method.name in OPEN, method.name in FOR_ADMINS
         self._arrivals = keyless if self._is_open else keyed
@@ -160,7 +172,7 @@ class Edge:
 
     @asynccontextmanager
     async def around(self, context: Context) -> AsyncIterator[None]:
-        code = "CANCELLED"  # unless one of the ends below is reached
+        code = "CANCELLED"  # the status code that is counted if none of the ends below is reached
         try:
             ARRIVED_AT.set(time.monotonic())
             REQUEST_ID.set(_header(context, "x-request-id"))
@@ -180,34 +192,39 @@ class Edge:
                 code = "DEADLINE_EXCEEDED"
             raise
         except Exception as error:  # noqa: BLE001 (the edge of the process: whatever it is, the client gets a status)
-            found = told(error)
+            found = to_client_error(error)
             code = found.status.grpc
             after = found.retry_after
             trailing = () if after is None else (("retry-after", f"{after:g}"),)
             try:
                 await context.abort(grpc.StatusCode[code], found.message, trailing)
-            except grpc.aio.InternalError:  # gRPC has ended the call by itself, as one whose message is too large
+            except (
+                grpc.aio.InternalError
+            ):  # gRPC has ended the call itself, for example for a message that is too large
                 raise asyncio.CancelledError from None
         finally:
             self._ended(self._method, code)
 
     @asynccontextmanager
     async def message(self, context: Context) -> AsyncIterator[bytes]:
-        """The message of a call that has one, while it is answered."""
+        """Read the message of a call that has a single one, and count the call as under way while it is answered."""
         async with self._arrivals.message(context) as data:
-            if self._is_open:  # of health, which may be watched for ever
+            if self._is_open:  # not counted: a health watch may last for ever
                 yield data
             else:
                 with self._under_way.one():
                     yield data
 
     def messages(self, context: Context, plain: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Those of a call that has many. plain: as gRPC reads them; who has shown a key may take any time between two."""
+        """Return the messages of a call that has many.
+
+        plain: the messages as gRPC reads them, without a time limit, which is used for callers that have shown a key.
+        """
         return self._arrivals.messages(context) if self._is_open else plain
 
 
 def _header(context: Context, name: str) -> str:
-    """What a client says of a call in a word, if it is one."""
+    """Return a header of a call if it is a valid request id, else ""."""
     for key, value in context.invocation_metadata() or ():
         if key == name and isinstance(value, str) and REQUEST_ID_FORM.fullmatch(value):
             return value
@@ -215,7 +232,7 @@ def _header(context: Context, name: str) -> str:
 
 
 def _secret(context: Context) -> str | None:
-    """The API key that came with a call."""
+    """Return the API key that came with a call, or None."""
     for name, value in context.invocation_metadata() or ():
         if name == "authorization" and isinstance(value, str):
             return secret_of(value)

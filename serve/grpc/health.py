@@ -1,4 +1,4 @@
-"""The methods of grpc.health.v1.Health and of server reflection: what probes ask, and tools that know no .proto."""
+"""The methods of grpc.health.v1.Health, for probes, and of server reflection, for tools that have no .proto files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Response = pb.HealthCheckResponse
 
 
 class HealthService:
-    """Tells who asks for health that these services are SERVING, all of them, while the server takes requests."""
+    """The health service, which reports all of these services as SERVING while the server takes requests."""
 
     def __init__(self, services: Sequence[str]) -> None:
         self._services = services
@@ -25,7 +25,7 @@ class HealthService:
         self._changed = asyncio.Event()
 
     def set_serving(self, serving: bool) -> None:
-        """What is told from now on, to those who watch it too."""
+        """Set the status that is reported from now on, and send it to the clients that watch it."""
         self._status = Response.SERVING if serving else Response.NOT_SERVING
         self._changed.set()
         self._changed = asyncio.Event()
@@ -50,10 +50,11 @@ class HealthService:
 
 
 class ReflectionService:
-    """What grpcio-reflection tells of these services."""
+    """The reflection service, which answers for these services by grpcio-reflection."""
 
     def __init__(self, services: Sequence[str]) -> None:
-        self._servicer = reflection.aio.ReflectionServicer(services)  # type: ignore[attr-defined]  # mypy does not see it exported
+        # mypy does not see that `reflection` exports `aio`.
+        self._servicer = reflection.aio.ReflectionServicer(services)  # type: ignore[attr-defined]
 
     def server_reflection_info(self, requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         answers: AsyncGenerator[Any, None] = self._servicer.ServerReflectionInfo(requests, None)

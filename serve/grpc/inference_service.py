@@ -1,4 +1,4 @@
-"""The methods of inferc.v1.InferenceService, over the models of a server."""
+"""The methods of inferc.v1.InferenceService over the models of a server."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import changed
 from inferc.serve.errors import EventsOff
 from inferc.serve.grpc import protocol
-from inferc.serve.grpc.answers import Answer, joined, pieces
+from inferc.serve.grpc.answers import Answer, joined, slices
 from inferc.serve.http.told_json import check_entries, check_likely
 from inferc.serve.models import text_calls
 from inferc.serve.models.embedding import Vectors, check_inputs, embed
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.models import ModelEntry, Models, ServedModel
-from inferc.serve.models.streams import Piece
+from inferc.serve.models.streams import Delta
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.security.access import CALLER
 from inferc.version import __version__
 
-LARGE_SAMPLING_BYTES = 1 << 14  # of sampling parameters: milliseconds until all of their ids are looked at
+LARGE_SAMPLING_BYTES = 1 << 14  # sampling parameters of this size take milliseconds to check
 
 
 class InferenceService:
-    """One method for each of the service's; errors are those of statuses.py."""
+    """The implementation of the service: one method for each RPC; errors become the statuses of statuses.py."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
@@ -67,9 +67,9 @@ class InferenceService:
     async def _answers(
         self, request: pb.GenerateRequest, is_whole: bool = False
     ) -> AsyncGenerator[tuple[pb.GenerateResponse, list[Logprobs]], None]:
-        """What comes piece by piece, the first with the rows of the prompt's tokens where they are asked for.
+        """Yield the output delta by delta; the first one has the prompt's log probabilities if they are asked for.
 
-        is_whole: they are put together, and are no more than one answer tells.
+        is_whole: the deltas will be joined, so together they may have no more entries than one answer.
         """
         model = self.models.get(request.model)
         engine = model.engine
@@ -77,7 +77,7 @@ class InferenceService:
         read = partial(protocol.sampling_params, request.sampling, defaults)
         is_large = request.sampling.ByteSize() > LARGE_SAMPLING_BYTES
         params = changed(await in_text_thread(read) if is_large else read(), tap=request.tap)
-        model.check_open(params)  # before the work that a prompt is
+        model.check_open(params)  # before the work on the prompt
         prompt = await self._prompt(model, request)
         rows: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):
@@ -86,17 +86,17 @@ class InferenceService:
             rows = (await model.score(prompt, top, name, cache_salt=params.cache_salt)).rows
         usage = pb.Usage(prompt_tokens=len(prompt))
         running, num_likely = params.n, 0
-        # Closed also when the client went away or its deadline passed: the blocks come free at once.
+        # The stream is also closed when the client left or its deadline passed, which frees its KV blocks at once.
         with closing(model.open(prompt, params, protocol.request_id(request))) as stream:
-            async for piece in stream:
+            async for delta in stream:
                 if is_whole:
-                    num_likely += len(piece.logprobs) * (1 + (params.logprobs or 0))
+                    num_likely += len(delta.logprobs) * (1 + (params.logprobs or 0))
                     check_likely(num_likely, [stream])
-                usage.output_tokens += len(piece.token_ids)
-                running -= piece.finish_reason is not None
+                usage.output_tokens += len(delta.token_ids)
+                running -= delta.finish_reason is not None
                 usage.cached_tokens = stream.num_cached
                 usage.forgotten_tokens = sum(stream.num_forgotten.values())
-                yield _response(stream.request_id, piece, None if running else usage), rows
+                yield _response(stream.request_id, delta, None if running else usage), rows
                 rows = []
 
     async def score(self, request: pb.ScoreRequest) -> Answer:
@@ -131,7 +131,7 @@ class InferenceService:
             ids = await text_calls.tokenize(model, request.text, special)
         else:
             raise RequestError("the request has no prompt; set text or chat")
-        return await joined((pb.TokenizeResponse(token_ids=part) for part in pieces(ids)), len(ids))
+        return await joined((pb.TokenizeResponse(token_ids=part) for part in slices(ids)), len(ids))
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> Answer:
         model = self.models.get(request.model)
@@ -216,7 +216,7 @@ class InferenceService:
         return pb.WakeModelResponse(seconds=time.monotonic() - started)
 
     def subscribe_kv_events(self, request: pb.SubscribeKvEventsRequest) -> AsyncGenerator[pb.KvEventBatch, None]:
-        """The batches that follow; which is the first is settled when this returns."""
+        """Return the batches of KV events to come; which one is the first is decided before this returns."""
         events = self.models.get(request.model).kv_events
         if events is None:
             raise EventsOff("this server does not collect KV events; start it with --kv-events grpc, or an endpoint")
@@ -238,26 +238,26 @@ class InferenceService:
 
 
 async def engine_stats(model: ServedModel) -> EngineStats:
-    """The engine's counters of now; of a model that sleeps all are 0. Raises EngineUnavailable."""
+    """Return the engine's present counters, all 0 if the model sleeps; raises EngineUnavailable."""
     return EngineStats() if model.state == "asleep" else await model.engine.stats()
 
 
 def reason_of(entry: ModelEntry) -> str:
-    """Why a model is not served, as the caller may know it: why one cannot be loaded names files of the server."""
+    """Return why a model is not served, as far as the caller may know: load errors name files of the server."""
     key = CALLER.get().key
     if entry.state != "unloaded" or not entry.reason or (key is not None and key.admin):
         return entry.reason
     return "it cannot be loaded; the server's log has the details"
 
 
-def _response(request_id: str, piece: Piece, usage: pb.Usage | None) -> pb.GenerateResponse:
+def _response(request_id: str, delta: Delta, usage: pb.Usage | None) -> pb.GenerateResponse:
     return pb.GenerateResponse(
         request_id=request_id,
-        index=piece.index,
-        text=piece.text,
-        token_ids=piece.token_ids,
-        logprobs=protocol.logprobs(piece.logprobs) if piece.logprobs else None,
-        finish_reason=protocol.FINISH_REASONS[piece.finish_reason],
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=protocol.logprobs(delta.logprobs) if delta.logprobs else None,
+        finish_reason=protocol.FINISH_REASONS[delta.finish_reason],
         usage=usage,
     )
 
@@ -270,7 +270,7 @@ def _num_entries(rows: Sequence[Logprobs]) -> int:
 
 
 def _rows(rows: Sequence[Logprobs]) -> Iterator[list[pb.TokenLogprobs]]:
-    return (protocol.logprobs(part) for part in pieces(rows, 1 + len(rows[0].top) if rows else 1))
+    return (protocol.logprobs(part) for part in slices(rows, 1 + len(rows[0].top) if rows else 1))
 
 
 def _with_prompt(response: pb.GenerateResponse, rows: Sequence[Logprobs]) -> Iterator[pb.GenerateResponse]:
@@ -290,14 +290,14 @@ def _whole(
 
 
 def _scores(ids: Sequence[int], rows: Sequence[Logprobs]) -> Iterator[pb.ScoreResponse]:
-    for part in pieces(ids):
+    for part in slices(ids):
         yield pb.ScoreResponse(token_ids=part)
     for of_part in _rows(rows):
         yield pb.ScoreResponse(logprobs=of_part)
 
 
 def _input_of(model: ServedModel, number: int, given: pb.EmbedInput) -> str | list[int]:
-    """A text or token ids. Raises RequestError."""
+    """Return the prompt of a request, which is a text or token ids; raises RequestError."""
     kind = given.WhichOneof("input")
     if kind is None:
         raise RequestError(f"inputs[{number}] is empty; set text or token_ids")

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol with Triton's extensions (inference/grpc_service.proto): text in, text out."""
+"""The Open Inference Protocol with Triton's extensions (inference/grpc_service.proto) for models that generate text."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from inferc.serve.models.queue_forecast import ARRIVED_AT
 from inferc.serve.models.tasks import deadline
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
 from inferc.serve.security.access import CALLER
-from inferc.serve.statuses import told
+from inferc.serve.statuses import to_client_error
 from inferc.system.json_text import parse_json
 from inferc.version import __version__
 
 VERSION = "1"
 PLATFORM = "inferc"
 EXTENSIONS = ("model_repository", "statistics", "model_configuration", "schedule_policy")
-# Name, datatype of the protocol, the type in a model's config, shape, and whether it may be left out.
+# Each input tensor: its name, the protocol's datatype, the type in a model's config, its shape, and whether it is
+# optional.
 INPUTS = (
     ("text_input", "BYTES", pb.TYPE_STRING, (-1,), True),
     ("input_ids", "INT32", pb.TYPE_INT32, (-1,), True),
@@ -49,32 +50,32 @@ OUTPUTS = (
 )
 DTYPES = {"BOOL": "?", "INT32": "<i4", "INT64": "<i8", "UINT32": "<u4", "UINT64": "<u8"}
 CONTENTS = {"BOOL": "bool", "INT32": "int", "INT64": "int64", "UINT32": "uint", "UINT64": "uint64", "BYTES": "bytes"}
-# Parameters of a request that are no sampling parameters: those that Triton's clients send for its own queue.
+# Request parameters that are no sampling parameters: Triton's clients send them for Triton's own queue.
 TRITONS = ("sequence_id", "sequence_start", "sequence_end", "binary_data_output", "triton_enable_empty_final_response")
-MAX_AT_ONCE = 1024  # requests of one stream
+MAX_AT_ONCE = 1024  # requests of one stream that run at the same time
 MAX_AXES = 8
-MAX_SAMPLING_BYTES = 256 << 10  # of JSON, which is read while all others wait
+MAX_SAMPLING_BYTES = 256 << 10  # size of the JSON, which is parsed while all other tasks wait
 STATES = {"serving": "READY", "asleep": "READY", "loading": "LOADING", "starting": "LOADING", "unloading": "UNLOADING"}
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What a ModelInferRequest asks for."""
+    """The content of a ModelInferRequest, checked."""
 
     id: str
     model: ServedModel
     prompts: Sequence[str | list[int]]
     params: SamplingParams
     streams: bool
-    echoes: bool  # the prompt comes before its text
+    echoes: bool  # the answer's text begins with the prompt
     outputs: tuple[str, ...]
     timeout: float | None  # seconds
-    marks_end: bool  # a stream's last response is empty, and says that it is the last
+    marks_end: bool  # the stream ends with an empty response that is marked as the last
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """The answer to one prompt, whole or what is new of it; num_output_tokens: so far."""
+    """The complete answer to one prompt, or its next part; num_output_tokens: number of its tokens so far."""
 
     num_input_tokens: int
     text: str
@@ -84,7 +85,7 @@ class _Answer:
 
 
 class KServeService:
-    """One method for each of the service's; errors are those of statuses.py."""
+    """The implementation of the service: one method for each RPC; errors become the statuses of statuses.py."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
@@ -125,7 +126,7 @@ class KServeService:
                 name=model.name,
                 platform=PLATFORM,
                 backend=PLATFORM,
-                max_batch_size=0,  # shapes are as they stand, without a first axis that is added
+                max_batch_size=0,  # 0: the shapes are complete, without a batch axis before them
                 input=[
                     pb.ModelInput(name=name, data_type=kind, dims=shape, optional=optional)
                     for name, _, kind, shape, optional in INPUTS
@@ -163,7 +164,9 @@ class KServeService:
         self, request: pb.RepositoryModelUnloadRequest
     ) -> pb.RepositoryModelUnloadResponse:
         self._check_repository(request.repository_name)
-        if others := sorted(set(request.parameters) - {"unload_dependents"}):  # no model has any
+        if others := sorted(
+            set(request.parameters) - {"unload_dependents"}
+        ):  # accepted without effect: no model has dependents
             raise RequestError(f"parameters {', '.join(others):.150} are unknown; leave them out")
         await self.models.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
@@ -182,7 +185,9 @@ class KServeService:
     async def _statistics(self, model: ServedModel) -> pb.ModelStatistics:
         metrics, stats = model.engine.metrics, await engine_stats(model)
         whole, first = metrics.e2e, metrics.ttft
-        of_first = first.sum / first.count * whole.count if first.count else 0.0  # of those that ended
+        of_first = (
+            first.sum / first.count * whole.count if first.count else 0.0
+        )  # estimated time to first token of the requests that ended
 
         def duration(count: int, seconds: float) -> pb.StatisticDuration:
             return pb.StatisticDuration(count=count, ns=int(seconds * 1e9))
@@ -213,31 +218,33 @@ class KServeService:
     async def model_stream_infer(
         self, requests: AsyncIterator[pb.ModelInferRequest]
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
-        """Answers every request as it comes, all at the same time. Ends when the client sends no more and all is answered."""
-        # One response of each request waits here at most, so that a client that reads slowly holds up its own.
+        """Answer all requests of a stream at the same time; end when the client sends no more and all are answered."""
+        # At most one response waits in the queue, so that a client that reads slowly stalls only its own requests.
         ready: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(1)
         tasks: set[asyncio.Task[None]] = set()
 
         async def answer(request: pb.ModelInferRequest) -> None:
-            ARRIVED_AT.set(time.monotonic())  # later than the stream that it came by
+            ARRIVED_AT.set(time.monotonic())  # a request arrives later than its stream began
             try:
                 work = self._work(request)
-                # Around the wait for a slow client too: its time may be over in it.
+                # The time limit includes the wait for a client that reads slowly.
                 async with deadline(work.timeout), aclosing(_responses(work)) as responses:
                     async for response in responses:
                         await ready.put(pb.ModelStreamInferResponse(infer_response=response))
-            except Exception as error:  # noqa: BLE001 (of this request alone: the others go on)
+            except Exception as error:  # noqa: BLE001 (any error ends this request only)
                 name, model = request.id[: protocol.MAX_REQUEST_ID], request.model_name[: protocol.MAX_REQUEST_ID]
                 response = pb.ModelInferResponse(id=name, model_name=model)
                 response.parameters["triton_final_response"].bool_param = True
-                await ready.put(pb.ModelStreamInferResponse(error_message=told(error).message, infer_response=response))
+                await ready.put(
+                    pb.ModelStreamInferResponse(error_message=to_client_error(error).message, infer_response=response)
+                )
 
         async def read() -> None:
             async for request in requests:
                 task = asyncio.create_task(answer(request))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
-                while len(tasks) >= MAX_AT_ONCE:  # the client is not read meanwhile, and has to wait
+                while len(tasks) >= MAX_AT_ONCE:  # meanwhile nothing is read from the client
                     await asyncio.wait(set(tasks), return_when=asyncio.FIRST_COMPLETED)
             while tasks:
                 await asyncio.wait(set(tasks))
@@ -253,7 +260,7 @@ class KServeService:
             await asyncio.gather(reading, *tasks, return_exceptions=True)
 
     def _work(self, request: pb.ModelInferRequest) -> _Work:
-        """What is asked for. Raises RequestError."""
+        """Check a request and return its content; raises RequestError."""
         model = self._model(request.model_name, request.model_version)
         inputs = _tensors(request, model.engine.facts.max_model_len)
         values, timeout = _sampling(request.parameters, inputs.get("sampling_parameters"))
@@ -280,14 +287,14 @@ class KServeService:
 async def _next(
     ready: asyncio.Queue[pb.ModelStreamInferResponse | None], reading: asyncio.Task[None]
 ) -> pb.ModelStreamInferResponse | None:
-    """The next response. Raises what ended the reading of requests."""
+    """Return the next response, None after the last; raise the error that ended the reading of requests."""
     if not ready.empty():
         return ready.get_nowait()
     getting = asyncio.ensure_future(ready.get())
     try:
         await asyncio.wait((getting, reading), return_when=asyncio.FIRST_COMPLETED)
         if not getting.done() and reading.exception() is None:
-            await getting  # its last word is on its way
+            await getting  # the reader has ended normally, so a last item is on its way
         if not getting.done():
             reading.result()
         return getting.result()
@@ -296,7 +303,7 @@ async def _next(
 
 
 async def _responses(work: _Work) -> AsyncGenerator[pb.ModelInferResponse, None]:
-    """Of one request of a stream."""
+    """Yield the responses to one request of a stream."""
     if not work.streams:
         response = _response(work, await _whole(work))
         response.parameters["triton_final_response"].bool_param = not work.marks_end
@@ -304,10 +311,10 @@ async def _responses(work: _Work) -> AsyncGenerator[pb.ModelInferResponse, None]
     else:
         if len(work.prompts) > 1:
             raise RequestError(f"text_input has {len(work.prompts)} texts; stream takes one, so send each alone")
-        async with aclosing(_pieces(work, work.prompts[0])) as pieces:
-            async for piece in pieces:
-                response = _response(work, [piece])
-                is_last = bool(piece.finish_reason) and not work.marks_end
+        async with aclosing(_deltas(work, work.prompts[0])) as deltas:
+            async for delta in deltas:
+                response = _response(work, [delta])
+                is_last = bool(delta.finish_reason) and not work.marks_end
                 response.parameters["triton_final_response"].bool_param = is_last
                 yield response
     if work.marks_end:
@@ -316,7 +323,7 @@ async def _responses(work: _Work) -> AsyncGenerator[pb.ModelInferResponse, None]
         yield response
 
 
-async def _pieces(work: _Work, prompt: str | list[int]) -> AsyncGenerator[_Answer, None]:
+async def _deltas(work: _Work, prompt: str | list[int]) -> AsyncGenerator[_Answer, None]:
     model = work.model
     model.check_open(work.params)
     if not isinstance(prompt, str):
@@ -324,14 +331,14 @@ async def _pieces(work: _Work, prompt: str | list[int]) -> AsyncGenerator[_Answe
     ids = await model.encode(prompt) if isinstance(prompt, str) else prompt
     count, text = 0, _echoed(work, prompt)
     with closing(model.open(ids, work.params)) as stream:
-        async for piece in stream:
-            count += len(piece.token_ids)
-            yield _Answer(len(ids), text + piece.text, piece.token_ids, piece.finish_reason or "", count)
+        async for delta in stream:
+            count += len(delta.token_ids)
+            yield _Answer(len(ids), text + delta.text, delta.token_ids, delta.finish_reason or "", count)
             text = ""
 
 
 async def _whole(work: _Work) -> list[_Answer]:
-    """The whole answers to all prompts of a request, in their order."""
+    """Return the complete answers to all prompts of a request, in order."""
     request = OpenAIRequest("completion", tuple(work.prompts), {}, params=work.params)
     with closing(Answering(work.model, request)) as answering:
         await answering.start()
@@ -350,7 +357,7 @@ async def _whole(work: _Work) -> list[_Answer]:
 
 
 def _echoed(work: _Work, prompt: str | list[int]) -> str:
-    """The text of a prompt where it comes before its answer."""
+    """Return the text of a prompt if the answer is to begin with it, else ""."""
     if not work.echoes:
         return ""
     return prompt if isinstance(prompt, str) else work.model.decode(prompt)
@@ -360,7 +367,10 @@ def _echoed(work: _Work, prompt: str | list[int]) -> str:
 
 
 def _tensors(request: pb.ModelInferRequest, max_model_len: int) -> dict[str, Any]:
-    """The inputs by name: lists of bytes, or of numbers. Raises RequestError, before anything is made of one that is too long."""
+    """Return the input tensors by name, as lists of bytes or of numbers.
+
+    Raises RequestError, for a tensor that is too long before it is decoded.
+    """
     most = {"text_input": MAX_PROMPTS, "input_ids": max_model_len}
     known = {name: kind for name, kind, *_ in INPUTS}
     raw = request.raw_input_contents
@@ -388,7 +398,7 @@ def _tensors(request: pb.ModelInferRequest, max_model_len: int) -> dict[str, Any
 
 
 def _count(name: str, shape: Sequence[int]) -> int:
-    """How many values a shape has."""
+    """Return how many values a tensor of this shape has."""
     if len(shape) > MAX_AXES:
         raise RequestError(f"input {name}: its shape has {len(shape)} axes; at most {MAX_AXES} are taken")
     count = 1
@@ -400,14 +410,17 @@ def _count(name: str, shape: Sequence[int]) -> int:
 
 
 def _check_no_parameters(what: str, parameters: Mapping[str, pb.InferParameter]) -> None:
-    """A client that asks for its tensors in shared memory, or for classes, would take something else for them."""
+    """Refuse parameters that ask for tensors in shared memory or for classification, which are not supported.
+
+    A client that sends them would misread the answer.
+    """
     if parameters:
         listed = ", ".join(sorted(parameters))
         raise RequestError(f"{what}: parameters {listed:.150} are not known here (no shared memory, no classification)")
 
 
 def _from_raw(name: str, kind: str, data: bytes, count: int) -> list[Any]:
-    """So many values. Raises RequestError if the bytes hold more, or fewer."""
+    """Decode `count` values; raise RequestError if the bytes hold more or fewer."""
     if kind != "BYTES":
         dtype = np.dtype(DTYPES[kind])
         if len(data) != count * dtype.itemsize:
@@ -461,7 +474,10 @@ def _flag(inputs: Mapping[str, Any], name: str, default: bool) -> bool:
 def _sampling(
     parameters: Mapping[str, pb.InferParameter], listed: Sequence[bytes] | None
 ) -> tuple[dict[str, Any], float | None]:
-    """Sampling parameters, and the request's time in seconds. A parameter by name goes before one of the list."""
+    """Return the sampling parameters, and the request's time limit in seconds.
+
+    A parameter given by its own name takes precedence over one in the list of sampling parameters.
+    """
     values: dict[str, Any] = {}
     if listed is not None:
         if len(listed) != 1:
@@ -487,7 +503,7 @@ def _sampling(
                 raise RequestError(f"parameter timeout is {shown(value, 40)}; expected microseconds")
             timeout = value / 1e6 if value else None
         elif name == "priority" and choice == "uint64_param":
-            continue  # of Triton's queue, which is not here
+            continue  # it is for Triton's queue, which does not exist here
         elif name not in TRITONS:
             values[name] = value
     if isinstance(bias := values.get("logit_bias"), dict):

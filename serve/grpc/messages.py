@@ -1,7 +1,7 @@
-"""The bytes of a gRPC request, looked through before anything is made of them.
+"""The check of a gRPC request's bytes before they are parsed into objects.
 
-A message of 32 MiB can hold 16 million empty messages of two bytes, which are gigabytes once they are objects. So fields are
-counted first, by the wire format alone, and a field that this server's .proto does not have is found on the way.
+A message of 32 MiB can hold 16 million empty messages of two bytes, which would take gigabytes as objects. So the
+fields are counted first, from the wire format alone. This also finds fields that this server's .proto does not have.
 
 Source: protobuf.dev/programming-guides/encoding.
 """
@@ -20,21 +20,24 @@ from google.protobuf.message import DecodeError, Message
 from inferc.errors import RequestError
 from inferc.serve.models.long_texts import Turns
 
-MAX_FIELDS = 1 << 15  # at any depth: a call for 2,048 vectors of token ids has 6,144
-MAX_NUMBERS = 1 << 21  # of all lists together: more than any prompt, and as many as in a body over HTTP
-COUNTED_AT_ONCE = 1 << 20  # bytes, which a cache holds
-LARGE_BYTES = 16 << 10  # of a message that is read beside the event loop: it may have 8,192 fields
+MAX_FIELDS = 1 << 15  # fields at all depths together: a call for 2,048 vectors from token ids has 6,144
+MAX_NUMBERS = 1 << 21  # numbers of all lists together: more than in any prompt, and as many as in a body over HTTP
+COUNTED_AT_ONCE = 1 << 20  # bytes counted in one call, which fit into a CPU cache
+LARGE_BYTES = 16 << 10  # size from which a message is parsed on a thread: it may have 8,192 fields
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 SIZES = {FIXED64: 8, FIXED32: 4}
 
-# One at a time: threads that are busy all at once would wait for each other, and the event loop for all of them.
+# Large messages are parsed one at a time: several busy threads would compete for the GIL, and delay the event loop.
 _LARGE = Turns("their messages to be read")
 Parsed = TypeVar("Parsed", bound=Message)
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A field as the wire format has it. wire: its own type; packed: whether many of it may come as one."""
+    """A field of a message type as the wire format has it.
+
+    wire: the wire type of one value. packed: many values may come as one length-delimited field.
+    """
 
     name: str
     wire: int
@@ -43,16 +46,16 @@ class _Known:
 
 
 async def read(kind: type[Parsed], data: bytes) -> Parsed:
-    """As `parse`, beside the event loop where that may take long."""
+    """Parse a message as `parse` does, on a thread if it is large."""
     return parse(kind, data) if len(data) < LARGE_BYTES else await _LARGE.run(partial(parse, kind, data))
 
 
 def parse(kind: type[Parsed], data: bytes) -> Parsed:
-    """A request of bytes that anybody may have sent. Raises RequestError for what is no such message, has more fields than any
-    needs, or one, at any depth, that this server's .proto does not have.
+    """Parse a request from bytes that anybody may have sent.
 
-    proto3 keeps fields that it does not know aside without a word; a client that asks for a feature must not get an answer
-    without it.
+    Raises RequestError for bytes that are no such message, for more fields than any request needs, and for a field,
+    at any depth, that this server's .proto does not have. proto3 would silently ignore unknown fields, but a client
+    that asks for a feature must not get an answer without it.
     """
     descriptor: Any = kind.DESCRIPTOR
     try:
@@ -63,10 +66,10 @@ def parse(kind: type[Parsed], data: bytes) -> Parsed:
 
 
 def _check(descriptor: Descriptor, data: bytes) -> None:
-    """Raises IndexError where the bytes end too early."""
+    """Check the fields of a message; raise IndexError if the bytes end too early, RequestError for what is refused."""
     kind = descriptor.name
     waiting, count = [(descriptor, descriptor.name, 0, len(data))], 0
-    lists: list[tuple[int, int, int]] = []  # of numbers: wire, where they begin, and bytes
+    lists: list[tuple[int, int, int]] = []  # packed lists of numbers: wire type, start, bytes
     while waiting:
         descriptor, path, at, end = waiting.pop()
         known = _fields(descriptor)
@@ -92,7 +95,7 @@ def _check(descriptor: Descriptor, data: bytes) -> None:
                 at += size
             else:
                 at += SIZES[wire]
-    if sum(size for _, _, size in lists) > MAX_NUMBERS:  # each has a byte at least
+    if sum(size for _, _, size in lists) > MAX_NUMBERS:  # a number has one byte at least
         numbers = sum(_count_numbers(data, *each) for each in lists)
         if numbers > MAX_NUMBERS:
             raise RequestError(
@@ -110,13 +113,13 @@ def _unknown(path: str, number: int) -> RequestError:
 def _count_numbers(data: bytes, wire: int, at: int, size: int) -> int:
     if wire != VARINT:
         return size // SIZES[wire]
-    view = np.frombuffer(data, np.uint8, size, at)  # each ends in a byte without the highest bit
+    view = np.frombuffer(data, np.uint8, size, at)  # a varint ends in a byte whose highest bit is 0
     parts = (view[start : start + COUNTED_AT_ONCE] for start in range(0, size, COUNTED_AT_ONCE))
     return sum(int(np.count_nonzero(part < 0x80)) for part in parts)
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """The number, and where it ends."""
+    """Read a varint, and return it with the position after it."""
     value = shift = 0
     while True:
         if at >= end:

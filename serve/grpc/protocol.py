@@ -1,4 +1,4 @@
-"""Between the messages of inference.proto and the runtime's own types."""
+"""The conversions between the messages of inference.proto and the runtime's own types."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ MAX_REQUEST_ID = 128
 
 
 def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
-    """What the client set, over the model's generation defaults. Raises RequestError naming the field at fault."""
+    """Return the sampling parameters that the client set, over the model's generation defaults.
+
+    Raises a RequestError that names the field at fault.
+    """
     values: dict[str, Any] = {}
     for field, value in message.ListFields():
         if field.name == "logit_bias":
@@ -33,7 +36,7 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
             values["logit_bias"] = dict(value)
         elif field.name != "unlimited":
             if not isinstance(value, (bool, int, float, str)):
-                check_num_items(field.name, len(value))  # before they are taken out one by one
+                check_num_items(field.name, len(value))  # before the items are copied one by one
                 value = tuple(value)
             values[field.name] = value
     if message.unlimited:
@@ -44,14 +47,14 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
 
 
 def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
-    """The conversation as a chat template takes it."""
+    """Return a conversation in the form that a chat template takes."""
     if not chat.messages:
         raise RequestError("chat has no messages; give at least one")
     return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 
 def num_top(message: Message, field: str, default: int) -> int:
-    """How many likeliest tokens are asked for. Raises RequestError."""
+    """Return how many likeliest tokens are asked for at each position; raises RequestError."""
     if not message.HasField(field):
         return default
     found = int(getattr(message, field))
@@ -65,7 +68,7 @@ def request_id(message: pb.GenerateRequest | pb.ScoreRequest) -> str:
 
 
 def checked_id(name: str, given: str) -> str:
-    """What a client calls its request, which comes back with every part of the answer. Raises RequestError for a long one."""
+    """Return a client's id of its request, which every part of the answer repeats; RequestError if it is too long."""
     if len(given) > MAX_REQUEST_ID:
         raise RequestError(f"{name} has {len(given)} characters; at most {MAX_REQUEST_ID} are allowed")
     return given
@@ -84,7 +87,7 @@ def logprobs(found: Iterable[Logprobs]) -> list[pb.TokenLogprobs]:
 
 
 def default_params(defaults: Mapping[str, Any]) -> pb.SamplingParams:
-    """A model's generation defaults as GetModelInfo shows them."""
+    """Return a model's generation defaults as the message that GetModelInfo shows."""
     return pb.SamplingParams(**dict(defaults))
 
 

@@ -1,4 +1,4 @@
-"""The gRPC endpoint: inferc.v1.InferenceService, the Open Inference Protocol, health and reflection over a server's models."""
+"""The gRPC endpoint with inferc.v1.InferenceService, the Open Inference Protocol, health and reflection."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ HEALTH: ServiceDescriptor = health_pb2.DESCRIPTOR.services_by_name["Health"]
 REFLECTION: ServiceDescriptor = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 SERVICE = INFERENCE.full_name
 SERVICES = (SERVICE, KSERVE.full_name, HEALTH.full_name, REFLECTION.full_name)
-MAX_METADATA_BYTES = 64 << 10  # of a call
-MAX_STREAMS = 4096  # calls of a connection at the same time: four times as many as sequences
-WINDOW_BYTES = 16 << 10  # what is held of a call that is not read; more of a message comes once it is
+MAX_METADATA_BYTES = 64 << 10  # metadata of one call
+MAX_STREAMS = 4096  # calls of one connection at the same time: four times the default number of sequences
+WINDOW_BYTES = 16 << 10  # flow-control window: bytes of a call that are buffered until the call is read
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.server.max_pending_requests", MAX_STREAMS),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-    ("grpc.http2.bdp_probe", 0),  # it would make of the window megabytes
-    # Between the two gRPC refuses some calls and not others; these are the same for all, and as much as HTTP's.
+    ("grpc.http2.bdp_probe", 0),  # off: it would grow the window to megabytes
+    # gRPC refuses calls at random between the soft and the hard limit, so both are the same, and the same as over HTTP.
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
-    # Who opens a connection and says nothing loses it.
+    # A connection whose client sends nothing is closed after this time.
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
@@ -59,10 +59,10 @@ Handler: TypeAlias = Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
 
 
 class GrpcServer:
-    """Listens on one port. Health follows the models: SERVING while they take requests.
+    """The gRPC server on one port, whose health service reports SERVING while the models take requests.
 
-    The port is taken at once, so that what is wrong with it is known before a model is loaded; calls are answered from
-    `start` on. Raises ConfigError if there is no such port to have.
+    The port is bound at once, so that an error is known before a model is loaded; calls are answered after `start`.
+    Raises ConfigError if the port cannot be had.
     """
 
     def __init__(
@@ -72,7 +72,11 @@ class GrpcServer:
         credentials: grpc.ServerCredentials | None = None,
         max_connections: int | None = None,
     ) -> None:
-        """credentials: of TLS. max_connections: at the same time, others are closed at once; None: any number."""
+        """Bind the port.
+
+        credentials: for TLS; None: no TLS. max_connections: at the same time, further ones are closed at once; None:
+        any number.
+        """
         more = [] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]
         self._server = grpc.aio.server(options=[*OPTIONS, *more])
         self._health = HealthService(("", *SERVICES))  # "" is the whole server
@@ -97,9 +101,12 @@ class GrpcServer:
         ended: Ended = lambda method, code: None,
         under_way: UnderWay | None = None,
     ) -> None:
-        """ended: hears of every call that is over, by method and status code. under_way: counts those that are not."""
+        """Start to answer calls.
+
+        ended is called for every call that is over, with its method and status code. under_way: counts the open calls.
+        """
         under_way = under_way or UnderWay()
-        # Who needs no key is in nobody's way who has one.
+        # Two readers with separate bounds, so that calls without a key do not take the places of calls with one.
         keyed, keyless = Arrivals(), Arrivals(SMALL_BYTES)
         for service, methods in (
             (INFERENCE, InferenceService(models)),
@@ -107,7 +114,7 @@ class GrpcServer:
             (HEALTH, self._health),
             (REFLECTION, ReflectionService(SERVICES)),
         ):
-            # Every method of a service, by the method of `methods` that has its name in lower case.
+            # Each RPC is handled by the method of `methods` with its name in snake case.
             handlers = {
                 each.name: _handler(
                     each, getattr(methods, _snake_case(each.name)), Edge(each, access, ended, keyed, keyless, under_way)
@@ -118,24 +125,27 @@ class GrpcServer:
         await self._server.start()
 
     def set_serving(self, serving: bool) -> None:
-        """What health says from now on, to those who watch it too."""
+        """Set the status that the health service reports from now on, also to the clients that watch it."""
         self._health.set_serving(serving)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuse new calls, give running ones this long, then cut them off."""
+        """Refuse new calls, wait at most this long for running ones, then cut them off."""
         await self._server.stop(grace_seconds)
 
 
 def _handler(method: MethodDescriptor, run: Run, edge: Edge) -> grpc.RpcMethodHandler[Any, Any]:
-    """To gRPC all requests are streams, on which a single message looks the same: so it is read here, after the key."""
+    """Make the handler of a method, which gRPC sees as one with a stream of requests.
+
+    A single message looks the same on the wire. So it can be read by this code, after the API key was checked.
+    """
     kind: type[Message] = GetMessageClass(method.input_type)
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(_both_streaming(kind, run, edge))
     if method.server_streaming:
-        # Headers go out before the first event, which may be long in coming.
+        # The headers are sent before the first event, which may take long to come.
         greets = method.name == "SubscribeKvEvents"
         return grpc.stream_stream_rpc_method_handler(_streaming(kind, run, edge, greets))
-    return grpc.stream_unary_rpc_method_handler(_unary(kind, run, edge))  # whose answer and status go out together
+    return grpc.stream_unary_rpc_method_handler(_unary(kind, run, edge))  # sends answer and status together
 
 
 def _snake_case(name: str) -> str:
@@ -189,5 +199,5 @@ def _both_streaming(
 
 async def _write(messages: AsyncIterator[Answer], context: Context) -> None:
     async for message in messages:
-        # Waits while the client does not read; the stream behind `messages` gathers what comes meanwhile.
+        # This waits while the client does not read; the stream behind `messages` merges the deltas that come meanwhile.
         await context.write(as_bytes(message))

@@ -1,1 +1,1 @@
-"""The HTTP endpoint."""
+"""The HTTP endpoint of a server."""

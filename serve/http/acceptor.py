@@ -1,7 +1,7 @@
-"""Who connects over HTTP, taken from the system and begun with: a few at a time, and who asks for health before all others.
+"""The acceptor of HTTP connections, which starts a few at a time, and health probes before all others.
 
-asyncio's own server begins with connections in the order in which they came. Behind thousands that come at once, health would wait
-until all of them have a protocol of their own.
+asyncio's own server starts connections in the order in which they come. A health probe behind thousands that come at
+once would have to wait until all of them have a protocol object.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ log = logging.getLogger(__name__)
 
 PROBES = tuple(
     f"{verb} {path}".encode() for path in sorted(OPEN) for verb in ("GET", "HEAD")
-)  # how one for health begins
+)  # the possible beginnings of a health probe's request
 PEEKED_BYTES = max(map(len, PROBES))
-# Before others have their turn of the event loop: connections that are taken in a row, how often, and those that are begun with.
+# In one turn of the event loop, at most ROWS times TAKEN_IN_A_ROW connections are accepted, and BEGUN_AT_ONCE of each
+# kind (probes, silent ones, others) are started.
 TAKEN_IN_A_ROW, ROWS = 64, 4
-BEGUN_AT_ONCE = 8  # of each kind
-RETRY_SECONDS = 0.05  # after the system had no file left
+BEGUN_AT_ONCE = 8
+RETRY_SECONDS = 0.05  # pause before the next try when the system has no file descriptor left
 NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class Acceptor:
-    """Takes connections of a listening socket, those that there is a place for, until it is closed; made on an event loop."""
+    """The acceptor of a listening socket, which takes those connections that there is a place for, until it is closed.
+
+    It must be created on the event loop that it uses.
+    """
 
     def __init__(
         self,
@@ -43,21 +47,26 @@ class Acceptor:
         greets: bool,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """begin: gives a connection its protocol. greets: what is asked can be seen from outside, as under TLS it cannot, and who
-        finds no place is told so in plain HTTP."""
+        """Begin to accept connections.
+
+        begin: gives a connection its protocol.
+        greets: the connections are plain HTTP (no TLS), so their requests can be peeked at before a protocol reads
+        them, and a connection for which there is no place is answered with 503.
+        """
         self._listener, self._connections, self._begin, self._greets = listener, connections, begin, greets
         self._say = say or Seldom()
         self._loop = asyncio.get_running_loop()
-        # Taken, and not begun with.
-        self._new: list[Connection] = []  # and silent when they came; they are looked at once more
+        # The connections that were accepted and not started yet. Those in `_new` had sent nothing when they came, and
+        # are looked at once more.
+        self._new: list[Connection] = []
         self._probes, self._silent, self._others = deque[Connection](), deque[Connection](), deque[Connection]()
-        self._beginning: asyncio.Handle | None = None  # with more of them, in the next turn
+        self._beginning: asyncio.Handle | None = None  # starts more of them in the next turn
         self._tasks: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._loop.add_reader(listener.fileno(), self._take)
 
     def close(self) -> None:
-        """Take nobody any more, and close what has no protocol yet. The socket listens on."""
+        """Accept no more connections, and close those that have no protocol yet; the socket keeps listening."""
         self._loop.remove_reader(self._listener.fileno())
         for handle in (self._retry, self._beginning):
             if handle is not None:
@@ -70,12 +79,12 @@ class Acceptor:
             task.cancel()
 
     def _take(self) -> None:
-        """Take who waits in the system's queue; of those who are left the event loop tells again."""
+        """Accept connections from the system's queue; if some are left, the event loop calls this again."""
         for _ in range(ROWS):
             taken, num_ended = list(self._accept()), self._connections.num_ended
             for connection in taken:
                 self._sort(connection)
-            # Where others had to end, their files are to be closed before more are opened.
+            # If idle connections had to be ended, let their files be closed before more are opened.
             if len(taken) < TAKEN_IN_A_ROW or self._connections.num_ended > num_ended:
                 break
         if self._beginning is None:
@@ -87,7 +96,7 @@ class Acceptor:
                 yield Connection(self._listener, self._connections)
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError as error:  # else it is of one connection, which is no more
+            except OSError as error:  # any error that is not in NO_FILES is of one connection, which is gone
                 if error.errno in NO_FILES:
                     self._pause(error)
                     return
@@ -95,7 +104,7 @@ class Acceptor:
     def _pause(self, error: OSError) -> None:
         self._say(f"no connection can be taken: {error}; raise the limit of open files")
         self._connections.end_some()
-        self._loop.remove_reader(self._listener.fileno())  # it would be told of them without end
+        self._loop.remove_reader(self._listener.fileno())  # otherwise the loop would call this all the time
         self._retry = self._loop.call_later(RETRY_SECONDS, self._loop.add_reader, self._listener.fileno(), self._take)
 
     def _sort(self, connection: Connection) -> None:
@@ -108,7 +117,7 @@ class Acceptor:
             (self._probes if asked == "health" else self._others).append(connection)
 
     def _asked(self, connection: Connection) -> Asked:
-        """What can be seen from outside: the beginning of a request for health may become one."""
+        """Tell what a connection asks for, by peeking; a beginning of a health probe still counts as "nothing"."""
         said = connection.peek(PEEKED_BYTES) if self._greets else b""
         if said.startswith(PROBES):
             return "health"
@@ -117,13 +126,13 @@ class Acceptor:
     def _begin_some(self) -> None:
         self._beginning = None
         new, self._new = self._new, []
-        for connection in new:  # between its coming and its first words a client needs a moment
+        for connection in new:  # look again: a client sends its first bytes a moment after it has connected
             (self._probes if self._asked(connection) == "health" else self._silent).append(connection)
         for waiting in (self._probes, self._silent, self._others):
             left = BEGUN_AT_ONCE
             while waiting and left:
                 connection = waiting.popleft()
-                if connection.fileno() >= 0:  # else it has been ended
+                if connection.fileno() >= 0:  # negative: it has been ended meanwhile
                     task = self._loop.create_task(self._begin_with(connection))
                     self._tasks.add(task)
                     task.add_done_callback(partial(self._has_begun, connection))
@@ -134,9 +143,9 @@ class Acceptor:
     async def _begin_with(self, connection: Connection) -> None:
         connection.is_begun = True
         if not self._greets:
-            self._connections.rest(connection)  # a handshake keeps no place, whatever had been said before it began
-        # Of a handshake that fails, or of a client that has left: nobody has asked for anything.
-        with suppress(OSError, asyncio.TimeoutError):
+            self._connections.rest(connection)  # a TLS handshake takes no place of a busy connection
+        # These errors come from a handshake that fails, or a client that has left; no request is lost.
+        with suppress(OSError, TimeoutError):
             await self._begin(connection)
 
     def _has_begun(self, connection: Connection, task: asyncio.Task[None]) -> None:

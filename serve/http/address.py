@@ -1,4 +1,4 @@
-"""The socket of the HTTP endpoint, taken before anything slow is imported or loaded."""
+"""The listening socket of the HTTP endpoint, which is bound before anything slow is imported or loaded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import socket
 from inferc.errors import ConfigError
 
 BACKLOG = 2048
-# Last parts of names that nobody can register, so that no stranger's web page can be one's that such a name stands for.
+# Ends of host names that nobody can register, so a page of a host with such a name is not from a stranger's site.
 PRIVATE = (".localhost", ".local", ".internal")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError if there is no such port to have."""
+    """Return a listening socket; raise ConfigError if the port cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -33,20 +33,21 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches what listens there."""
+    """Return whether only this machine can reach a server that listens on this host."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name: of whatever address
+    except ValueError:  # a name, which may have any address
         return False
 
 
 def is_of_this_network(host: str) -> bool:
-    """Whether a Host header, NAME or NAME:PORT, is one that a browser sends only for a page of this machine or its network.
+    """Return whether a Host header (NAME or NAME:PORT) is of this machine or its network, not of a registered name.
 
-    A web page from elsewhere is read by a browser here; its owner can then let its name stand for 127.0.0.1 ("DNS rebinding"),
-    and the page may ask, and read, whatever answers there. Its requests bear that name: a registered one, with a dot, and no address.
+    This prevents DNS rebinding: the owner of a web page that is open in a browser here makes its domain resolve to
+    127.0.0.1, so that the page may send requests to this server and read the answers. The Host header of such
+    requests is that domain: a registered name with a dot, and no IP address.
     """
     name = host.strip().lower()
     if name.startswith("["):
@@ -64,6 +65,6 @@ def is_of_this_network(host: str) -> bool:
 
 
 def name_of(listener: socket.socket) -> str:
-    """HOST:PORT."""
+    """Return the address of a listening socket as HOST:PORT."""
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

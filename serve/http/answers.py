@@ -1,4 +1,4 @@
-"""A generating request over HTTP, from its body to an object or to server-sent events, whatever interface it came by."""
+"""The answers to generating requests over HTTP, as one object or as server-sent events, for all of the HTTP APIs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from inferc.serve.models.models import ServedModel
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` server-sent events.", "content": {"text/event-stream": {}}}
 }
-WRITTEN_AT_ONCE = 1 << 18  # bytes: a fraction of a millisecond
+WRITTEN_AT_ONCE = 1 << 18  # bytes written in one call, which takes a fraction of a millisecond
 
 
 async def _write(send: Send, data: bytes, more: bool) -> None:
-    """Write a part of a body as the client reads it: all of a long one at once, the event loop would copy it."""
+    """Write a part of a body, a long one in pieces as the client reads it, so that the loop never copies it all."""
     if len(data) <= WRITTEN_AT_ONCE:
         await send({"type": "http.response.body", "body": data, "more_body": more})
         return
@@ -46,7 +46,10 @@ class Json(Response):
 
 
 class Events(Response):
-    """Server-sent events. The first one was made before the headers are sent, so an error before it is no stream."""
+    """A response of server-sent events.
+
+    The first event is made before the headers are sent, so that an earlier error gets a status of its own.
+    """
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -59,7 +62,7 @@ class Events(Response):
             async with while_client_waits(receive), aclosing(self._rest) as rest:
                 await _write(send, self._first, more=True)
                 async for data in rest:
-                    # Waits while the client does not read; the streams gather what comes meanwhile.
+                    # This waits while the client does not read; the streams merge the deltas that come meanwhile.
                     await _write(send, data, more=True)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientLeft:
@@ -67,9 +70,9 @@ class Events(Response):
 
 
 class Form(Protocol):
-    """How an interface tells what was generated: all of it as an object, or as events while it comes.
+    """The protocol of an API's form of answers: one object with everything, or events while the output grows.
 
-    `events` closes the request when it is over; what is wrong before the first event is raised.
+    `events` closes the request when it is over; an error before the first event is raised.
     """
 
     def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]: ...
@@ -82,7 +85,7 @@ def _whole(form: Form, answering: Answering, answers: list[Answer]) -> Json:
 
 
 def _num_told(answering: Answering, answers: list[Answer]) -> int:
-    """About how many tokens an answer tells of, those that are told as likely ones included."""
+    """Return about how many tokens an answer lists, including likely tokens."""
     outputs = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
     return answering.num_entries + outputs * (1 + (answering.params.logprobs or 0))
 
@@ -90,12 +93,15 @@ def _num_told(answering: Answering, answers: list[Answer]) -> int:
 async def answered(
     http: Request, model: ServedModel, request: OpenAIRequest, name: str, form: Form, is_streamed: bool
 ) -> Response:
-    """Answer a request in this form. name: the answer's id, PREFIX-… or PREFIX_…, which makes the engine's name of it."""
+    """Answer a request in this form.
+
+    name: the answer's id (PREFIX-… or PREFIX_…), from which the request's name in the engine is made.
+    """
     given = http.scope["request_id"]
     prefix, random = name[:-24], name[-24:]
-    # A client may use its id for several requests; the engine's are one by one.
+    # A client may use its request id several times; in the engine each request needs an id of its own.
     answering = Answering(model, request, f"{prefix}{given}-{random[:8]}" if given else name)
-    http.scope["started"]()  # what follows waits for others: threads, the engine
+    http.scope["started"]()  # the rest waits for threads and the engine, not for the event loop
     is_handed_over = False
     try:
         async with while_client_waits(http.receive):

@@ -1,4 +1,4 @@
-"""What an artifact tells of itself, for the page: its passes, certificate, memory and kernels, and the program after each pass."""
+"""The report about an artifact for the web page: passes, certificate, memory and kernels, and its graphs as text."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from inferc.system.json_text import parse_json
 log = logging.getLogger(__name__)
 
 GRAPH = re.compile(r"graph/(?:[^/]+/)?((\d+)_([^/]+))\.txt")
-INPUT_LEN, CONTEXT = 1024, 4096  # of the two steps whose bytes are told, as far as the model takes them
+INPUT_LEN, CONTEXT = 1024, 4096  # prompt tokens of the reported prefill step, and context of the decode step
 STATS_SECONDS = 1.0
 READING = Turns("what artifacts tell of themselves")
 
 
 async def story(model: ServedModel) -> dict[str, Any]:
-    """All but the programs' texts. `kv_bytes` is null while no engine runs; `unreadable` names files that cannot be read."""
+    """Return the report about an artifact, without the texts of its graphs.
+
+    `kv_bytes` is null while no engine runs; `unreadable` names the files that cannot be read.
+    """
     found = await READING.run(partial(of_artifact, model.artifact))
     return {
         "name": model.name,
@@ -39,7 +42,7 @@ async def story(model: ServedModel) -> dict[str, Any]:
 
 
 def graph_text(artifact: Artifact, name: str) -> bytes:
-    """The program after a pass, as text; `name` as `story` has it. Raises RequestError for one that is not there."""
+    """Return the graph after a pass as text; `name` is one that `story` lists. Raises RequestError for any other."""
     graphs = _graphs(artifact)
     if name not in graphs:
         raise RequestError(f"graph {name!r:.80}: this artifact has {', '.join(graphs) or 'none'}")
@@ -47,7 +50,7 @@ def graph_text(artifact: Artifact, name: str) -> bytes:
 
 
 def _graphs(artifact: Artifact) -> dict[str, str]:
-    """Names of programs, in order of their passes, and their files; of several ranks those of the first."""
+    """Return the names of the graphs, in the order of the passes, with their files; of several ranks, the first's."""
     matches = (GRAPH.fullmatch(name) for name in artifact.manifest["files"])
     found: dict[str, str] = {}
     for match in sorted(filter(None, matches), key=lambda match: (int(match[2]), match[0])):
@@ -56,7 +59,7 @@ def _graphs(artifact: Artifact) -> dict[str, str]:
 
 
 def of_artifact(artifact: Artifact) -> dict[str, Any]:
-    """What its files tell."""
+    """Return the part of the report that comes from the artifact's files."""
     manifest, files = artifact.manifest, artifact.manifest["files"]
     model, graphs = manifest["model"], list(_graphs(artifact))
     unreadable: list[str] = []
@@ -86,7 +89,10 @@ def of_artifact(artifact: Artifact) -> dict[str, Any]:
 def _told_by(
     artifact: Artifact, name: str, made: Callable[[Any], dict[str, Any]], unreadable: list[str]
 ) -> dict[str, Any] | None:
-    """What is made of one of its JSON files; None without one, and of one that was harmed, which is noted and logged."""
+    """Return the result of `made` for a JSON file of the artifact; None if there is no such file, or it is damaged.
+
+    A damaged file is added to `unreadable`, and logged.
+    """
     if name not in artifact.manifest["files"]:
         return None
     try:
@@ -98,7 +104,7 @@ def _told_by(
 
 
 def _certificate(data: dict[str, Any]) -> dict[str, Any]:
-    """Raises KeyError for one without what the page shows."""
+    """Return the certificate's part of the report; raise KeyError if a field that the page shows is missing."""
     rows = [{**row, **{name: row[name] for name in ("name", "ran_by", "ok")}} for row in data["rows"]]
     shown = {name: data[name] for name in ("ok", "scope", "num_positions", "budgets")}
     others = {name: value for name, value in data.items() if name != "prompts"}
@@ -106,7 +112,7 @@ def _certificate(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _passes(costs: CostLog, graphs: list[str]) -> dict[str, Any]:
-    """`workload` says which steps the passes' numbers are of."""
+    """Return the passes with their costs; `workload` says for which steps the costs are computed."""
     longest = costs.facts.max_model_len
     workload = {"input_len": min(INPUT_LEN, longest), "batch": 1, "context": min(CONTEXT, longest)}
     steps = {
@@ -128,7 +134,10 @@ def _row(row: PassCost, steps: dict[str, Step]) -> dict[str, Any]:
 
 
 def _work(row: PassCost, step: Step) -> dict[str, int]:
-    """What the kernels of a step read and write, each its inputs and results once, and its arithmetic."""
+    """Return the work of a step: its kernels, the bytes that they read and write, and its floating-point operations.
+
+    Each kernel counts its inputs and its results once.
+    """
 
     def total(*formulas: str) -> int:
         return round(
@@ -160,7 +169,7 @@ async def _memory(model: ServedModel) -> dict[str, Any]:
     }
     try:
         stats = await asyncio.wait_for(model.engine.stats(), STATS_SECONDS)
-    except (InfercError, asyncio.TimeoutError):
+    except (InfercError, TimeoutError):
         return found
     sizes = [count * stats.block_size for count in stats.num_blocks]
     if len(sizes) == len(groups):

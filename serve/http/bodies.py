@@ -1,6 +1,6 @@
-"""The bodies of HTTP requests: read as JSON, large ones beside the event loop, and described for `/openapi.json`.
+"""The JSON bodies of HTTP requests: their parsing (of large ones on a thread) and their schemas in `/openapi.json`.
 
-What their fields may be is one table for all who take OpenAI's bodies (runtime/openai/fields.py).
+Which fields are allowed is in one table for all code that takes OpenAI's bodies (runtime/openai/fields.py).
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ from inferc.runtime.openai.fields import Fields
 from inferc.serve.http import large_json
 from inferc.serve.http.edge import ClientLeft
 
-SMALL_BYTES = 64 << 10  # some milliseconds, whatever it is
+SMALL_BYTES = 64 << 10  # a body up to this size is parsed on the event loop, in some milliseconds at most
 NO_OBJECT = "the body is no JSON object; send one, with the header content-type: application/json"
-# One at a time: threads that are busy all at once would wait for each other, and the event loop for all of them.
+# Large bodies are parsed one at a time: several busy threads would compete for the GIL, and delay the event loop.
 _LARGE = ThreadPoolExecutor(1, "inferc-bodies")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Body:
-    """A request's JSON object."""
+    """The JSON object of a request."""
 
     values: Mapping[str, Any]
     is_large: bool
 
     async def read_as(self, make: Callable[[Mapping[str, Any]], Result]) -> Result:
-        """What `make` reads in it, beside the event loop where that may take long."""
+        """Return the result of `make` on the values; it runs on a thread if the body is large."""
         if not self.is_large:
             return make(self.values)
         return await asyncio.get_running_loop().run_in_executor(_LARGE, copy_context().run, make, self.values)
 
 
 async def read_body(request: Request) -> Body:
-    """The body of a request. Raises RequestError for one that is no JSON object, HTTPException for one that is compressed, and
-    ClientLeft."""
+    """Read and parse the body of a request.
+
+    Raises RequestError for a body that is no JSON object, HTTPException for a compressed one, and ClientLeft.
+    """
     try:
         data = await request.body()
     except ClientDisconnect:
@@ -58,7 +60,7 @@ async def read_body(request: Request) -> Body:
         raise RequestError(NO_OBJECT)
     is_large = len(data) > SMALL_BYTES
     if is_large:
-        request.scope["started"]()  # its turn is another one: small ones do not wait for it
+        request.scope["started"]()  # large bodies have a queue of their own: small ones do not wait for them
         value = await asyncio.get_running_loop().run_in_executor(_LARGE, _parse, data)
     else:
         value = _parse(data)
@@ -68,7 +70,10 @@ async def read_body(request: Request) -> Body:
 
 
 def _is_json(content_type: str) -> bool:
-    """A page of another site cannot send this type without asking, so another type is not taken for it."""
+    """Return whether a content type is JSON; no other is accepted.
+
+    A browser lets a page of another site send this type only after asking the server (CORS).
+    """
     message = Message()
     message["content-type"] = content_type
     return content_type != "" and (
@@ -78,7 +83,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _parse(data: bytes) -> Any:
-    """Raises RequestError for what is no JSON."""
+    """Parse JSON; raise RequestError if it is none, or too deep or too large."""
     try:
         return json.loads(data) if len(data) <= SMALL_BYTES else large_json.loads(data)
     except json.JSONDecodeError as error:
@@ -88,7 +93,7 @@ def _parse(data: bytes) -> Any:
         raise RequestError(f"the body is not JSON: it is not {error.encoding}: {error.reason}") from None
     except RecursionError:
         raise RequestError("the body is not JSON that is read here: it is nested too deeply") from None
-    except ValueError as error:  # of numbers
+    except ValueError as error:  # a number that cannot be read
         raise RequestError(f"the body is not JSON that is read here: {str(error).partition(';')[0]}") from None
 
 
@@ -105,13 +110,13 @@ BODIES: Mapping[str, Fields] = {
 
 
 def described(name: str) -> dict[str, Any]:
-    """What a route says of its body in the OpenAPI description; the schema itself is `describe`'s."""
+    """Return the OpenAPI entry of a route's body, which refers to a schema that `describe` adds."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def describe(app: FastAPI) -> None:
-    """Add the schemas of bodies to the description that an application makes of itself."""
+    """Add the schemas of all bodies to the OpenAPI description of an application."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -120,7 +125,7 @@ def describe(app: FastAPI) -> None:
         schemas.update({name: _schema(name, fields) for name, fields in BODIES.items()})
         return found
 
-    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI has it done
+    app.openapi = openapi  # type: ignore[method-assign]  # the way in which FastAPI documents it
 
 
 def _schema(name: str, fields: Fields) -> dict[str, Any]:
@@ -136,5 +141,5 @@ def _schema(name: str, fields: Fields) -> dict[str, Any]:
         "type": "object",
         "properties": properties,
         "required": required,
-        "additionalProperties": True,  # what would change the answer is refused by name
+        "additionalProperties": True,  # except fields that would change the answer, which are refused by name
     }

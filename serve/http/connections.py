@@ -1,9 +1,9 @@
-"""How many HTTP connections there are: so few that files are left for everything else, and those who ask for health find a place.
+"""The limit on HTTP connections, which leaves open files for everything else, and room for health probes.
 
-A connection is busy with a request that has come whole and is not answered, and there are places for so many of them. All others
-are idle, with part of a request too, but for those who ask for health and are answered at once. Where there is no room for another,
-the one that was idle for the longest is ended. Where all places are busy, a few more are taken in, and told that the server is full
-unless they ask for health.
+A connection is busy while a request that was received completely is not answered; the number of busy ones is limited.
+All others are idle, even with a part of a request, except for health probes, which are answered at once. If there is no
+room for another connection, the one that was idle for the longest time is ended. If all places are busy, a few more
+connections are accepted, and answered with 503 (server full) unless they are health probes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ log = logging.getLogger(__name__)
 
 Asked: TypeAlias = Literal["nothing", "health", "other"]
 
-HEALTH_PLACES = 128  # beyond the limit, for those who ask for health
-ENDED_AT_ONCE = 64  # where the system has no files left
-READ_BYTES = 64 << 10  # of who is refused: the system resets what is closed unread, and the answer is lost
-SAY_SECONDS = 60.0  # from one line about this to the next
+HEALTH_PLACES = 128  # connections beyond the limit, for health probes
+ENDED_AT_ONCE = 64  # idle connections that are ended when the system has no file descriptor left
+# Bytes that are read from a refused connection before it is closed: the system resets a connection that is closed with
+# unread data, and the answer would be lost.
+READ_BYTES = 64 << 10
+SAY_SECONDS = 60.0  # the least time between two warnings
 
 
 class Connections:
-    """The open connections. limit: places, or None for any number; there are never more than `limit` + HEALTH_PLACES, and those that
-    have been ended and are about to be closed."""
+    """The open connections of the HTTP endpoint.
+
+    limit: number of places; None: any number. There are never more than `limit` + HEALTH_PLACES connections, beside
+    those that have been ended and are about to be closed.
+    """
 
     def __init__(self, limit: int | None, say: Callable[[str], None] | None = None) -> None:
         self.limit = sys.maxsize if limit is None else limit
-        self.num_ended = 0  # so far
+        self.num_ended = 0  # connections that were ended to make room, so far
         self._open: set[Connection] = set()
         self._busy: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # who was heard last is last
-        self._ended: set[Connection] = set()  # whose files are still open
+        self._idle: dict[Connection, None] = {}  # ordered: the one heard of last is last
+        self._ended: set[Connection] = set()  # connections that were ended and whose files are still open
         self._say = say or Seldom()
 
     def __len__(self) -> int:
@@ -45,15 +50,19 @@ class Connections:
 
     @property
     def is_full(self) -> bool:
-        """Whether every place is taken by a connection that is busy."""
+        """Whether every place is taken by a busy connection."""
         return len(self._busy) >= self.limit
 
     def came(self, connection: Connection, asked: Asked) -> bool:
-        """Whether it is let in. asked: as far as can be seen; who has asked is not ended before a protocol has looked at it."""
+        """Register a new connection, and return whether there is room for it.
+
+        asked: what it asks for as far as can be seen. A connection that has asked for something is not ended before a
+        protocol has looked at it.
+        """
         if self._num_here >= self.limit:
             self._say(
-                f"{self._num_here} HTTP connections are open, and there are places for {self.limit}: idle ones are closed,"
-                " and requests told 503 where there are none"
+                f"{self._num_here} HTTP connections are open, and there are places for {self.limit}:"
+                " idle ones are closed, and requests told 503 where there are none"
             )
             if self.is_full and asked == "other":
                 return False
@@ -69,7 +78,7 @@ class Connections:
         return True
 
     def end_some(self) -> None:
-        """End idle ones, so that there are files again."""
+        """End some idle connections, so that their files can be used again."""
         for _ in range(ENDED_AT_ONCE):
             if not self._end_oldest():
                 break
@@ -79,11 +88,11 @@ class Connections:
         return len(self._open) - len(self._ended)
 
     def _end_oldest(self) -> bool:
-        """Whether there was one to be ended."""
+        """End the connection that was idle for the longest time, and return whether there was one."""
         while self._idle:
             connection = next(iter(self._idle))
             del self._idle[connection]
-            if connection.is_begun or not connection.peek(1):  # else it has asked for something by now
+            if connection.is_begun or not connection.peek(1):  # otherwise it has asked for something by now
                 self.num_ended += 1
                 self._ended.add(connection)
                 connection.end()
@@ -91,11 +100,11 @@ class Connections:
         return False
 
     def may_ask(self, connection: Connection) -> bool:
-        """Whether a request would find a place."""
+        """Return whether a request on this connection would find a place."""
         return connection in self._busy or (self._is_here(connection) and not self.is_full)
 
     def take_place(self, connection: Connection) -> bool:
-        """Whether there was one, for a request that has come whole."""
+        """Take a place for a request that was received completely, and return whether there was one."""
         if not self.may_ask(connection):
             return False
         self._idle.pop(connection, None)
@@ -103,18 +112,18 @@ class Connections:
         return True
 
     def visit(self, connection: Connection) -> None:
-        """It asks for health, which takes no place."""
+        """Note that a connection carries a health probe, which takes no place and cannot be ended as idle."""
         self._idle.pop(connection, None)
 
     def rest(self, connection: Connection) -> None:
-        """Nothing is asked on it, or not wholly, since now."""
+        """Note that a connection is idle from now on: it has no request, or only a part of one."""
         if self._is_here(connection):
             self._busy.discard(connection)
             self._idle.pop(connection, None)
             self._idle[connection] = None
 
     def left(self, connection: Connection) -> None:
-        """It is closed."""
+        """Forget a connection that is closed."""
         for each in (self._open, self._busy, self._ended):
             each.discard(connection)
         self._idle.pop(connection, None)
@@ -124,22 +133,22 @@ class Connections:
 
 
 class Connection(socket.socket):
-    """One that was accepted, and is counted until it is closed."""
+    """An accepted connection, which is counted until it is closed."""
 
     def __init__(self, listener: socket.socket, among: Connections) -> None:
-        """Raises OSError as `accept` does: BlockingIOError if nobody waits."""
+        """Accept a connection; raises OSError as `accept` does, BlockingIOError if none waits."""
         plain, _ = listener.accept()
         super().__init__(plain.family, plain.type, plain.proto, plain.detach())
         self.setblocking(False)
         self.among = among
-        self.is_begun = False  # a protocol reads from it, or a handshake does
-        self.transport: asyncio.Transport | None = None  # of its protocol
+        self.is_begun = False  # a protocol or a TLS handshake reads from it
+        self.transport: asyncio.Transport | None = None  # the transport of its protocol
 
     def peek(self, num_bytes: int) -> bytes:
-        """How what it has sent begins."""
+        """Return the first bytes that the client has sent, without taking them."""
         try:
             return self.recv(num_bytes, socket.MSG_PEEK)
-        except OSError:  # nothing is there yet, or it is broken, as whoever reads from it will see
+        except OSError:  # nothing has come yet, or it is broken, which the protocol will see
             return b""
 
     def refuse(self, answer: bytes) -> None:
@@ -149,7 +158,7 @@ class Connection(socket.socket):
         self.close()
 
     def end(self) -> None:
-        """Close it, now or in the next turn of the event loop."""
+        """Close the connection, now or in the next turn of the event loop."""
         if self.transport is not None:
             self.transport.abort()
         elif self.is_begun:
@@ -165,7 +174,7 @@ class Connection(socket.socket):
 
 
 class Seldom:
-    """Logs a warning once a minute at most, with how many there were that were not logged."""
+    """A logger of a frequent warning, once in SAY_SECONDS at most, with the number of those left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""What surrounds every HTTP request: its id, limits, errors as OpenAI's objects, and clients that leave."""
+"""The edge of the HTTP server around every request: its id, API key and limits, errors, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from inferc.serve.models.async_engine import SHUTDOWN
 from inferc.serve.models.queue_forecast import ARRIVED_AT
 from inferc.serve.observe.trace_context import note_trace
 from inferc.serve.security.access import ANYBODY, CALLER, OPEN, Access, secret_of
-from inferc.serve.statuses import OUR_FAULT, Told, told
+from inferc.serve.statuses import OUR_FAULT, ClientError, to_client_error
 from inferc.serve.under_way import UnderWay
 from inferc.system.logging import REQUEST_ID, REQUEST_ID_FORM
 
@@ -36,20 +36,25 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 << 20
 STARTS_AT_ONCE = 8
-SHORT_BYTES = 8 << 10  # of a body: longer ones take milliseconds to read, and one of them begins at once
-BODIES_AT_ONCE = 16  # of the largest size, in memory
+# Size up to which a body is short: a longer one takes milliseconds to read. STARTS_AT_ONCE requests with a short body
+# may start at the same time, but only one with a long body.
+SHORT_BYTES = 8 << 10
+BODIES_AT_ONCE = 16  # bound on the memory for bodies, in bodies of the largest size
 RETRY = {"retry-after": "1"}
-CLIENT_LEFT = 499  # nobody reads it; logs and counts do
+CLIENT_LEFT = 499  # status for logs and metrics; no client reads it
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class ClientLeft(InfercError):
-    """The client closed its connection before it was answered."""
+    """An error that says that the client closed its connection before it was answered."""
 
 
 class Edge:
-    """ASGI around the application: gives every request an id, which is the answer's `x-request-id` and `scope["request_id"]`,
-    refuses bodies that are too large, and lets no exception out."""
+    """The ASGI middleware around the application.
+
+    It gives every request an id (the answer's `x-request-id`, and `scope["request_id"]` if the client sent one),
+    checks the API key, refuses bodies that are too large, and turns every exception into an answer.
+    """
 
     def __init__(
         self,
@@ -60,14 +65,18 @@ class Edge:
         checks_host: bool = False,
         under_way: UnderWay | None = None,
     ) -> None:
-        """ended: hears of every response that began, by the path of its route and its status. checks_host: refuse what a web page
-        from elsewhere could ask. under_way: counts requests whose body has come."""
+        """Wrap an ASGI application.
+
+        ended is called for every response that began, with the path of its route and its status.
+        checks_host: refuse requests that a web page from another site could send (DNS rebinding).
+        under_way: counts the requests whose body has come.
+        """
         self._app, self._access, self._ended = app, access, ended
-        # Streams end in waves, and their clients ask again in waves: beyond so many the next ones wait for a turn of the event loop,
-        # or everybody else would wait for all of them.
+        # Streams end in waves, and their clients send new requests in waves. At most so many requests start at the same
+        # time, and the others wait, so that a wave does not delay all other tasks of the event loop.
         self._gate, self._gate_of_long = asyncio.Semaphore(STARTS_AT_ONCE), asyncio.Semaphore(1)
         self._max_body_bytes = max_body_bytes
-        self._num_held = 0  # bytes of bodies of requests that are under way
+        self._num_held = 0  # bytes of the bodies of all requests that are under way
         self._checks_host = checks_host
         self._under_way = under_way or UnderWay()
 
@@ -75,8 +84,8 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        ARRIVED_AT.set(scope.get("arrived_at") or time.monotonic())  # with its head, as the protocol says
-        scope["path"] = scope["path"].rstrip("/") or "/"  # a redirect would not know what scheme a proxy is asked by
+        ARRIVED_AT.set(scope.get("arrived_at") or time.monotonic())  # when its head had come, as the protocol notes
+        scope["path"] = scope["path"].rstrip("/") or "/"  # no redirect: behind a proxy, its scheme might be wrong
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         scope["request_id"] = given if REQUEST_ID_FORM.fullmatch(given) else ""
@@ -85,7 +94,7 @@ class Edge:
         of_trace = ((name.decode("latin-1"), value) for name, value in scope["headers"] if name.startswith(b"trace"))
         note_trace((name, value.decode("latin-1")) for name, value in of_trace)
         has_begun, size, held, caller = False, 0, 0, ANYBODY
-        gate: asyncio.Semaphore | None = None  # a place of which it has, as it starts
+        gate: asyncio.Semaphore | None = None  # the gate in which this request holds a place while it starts
         is_counted = False
 
         def started() -> None:
@@ -113,7 +122,7 @@ class Edge:
                 is_counted = True
                 self._under_way.begin()
                 wanted = self._gate if size <= SHORT_BYTES else self._gate_of_long
-                await wanted.acquire()  # with all of the body here: no slow client holds a place
+                await wanted.acquire()  # only now, when the whole body is here: no slow client holds a place
                 gate = wanted
             return message
 
@@ -121,7 +130,9 @@ class Edge:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                if any(name == b"content-length" for name, _ in message.get("headers", ())):  # all of it was made
+                if any(
+                    name == b"content-length" for name, _ in message.get("headers", ())
+                ):  # the answer is complete, so the body is not needed
                     let_go()
                 route = scope.get("route")
                 self._ended("other" if route is None else route.path, str(message["status"]))
@@ -134,8 +145,9 @@ class Edge:
             if self._checks_host and not is_of_this_network(host):
                 raise HTTPException(
                     403,
-                    f"Host: found {host!r:.80}, and a server without keys answers to this machine's names only, for its user's sake:"
-                    " ask localhost or an address, or serve with --api-keys, or with --insecure if something in front checks who asks",
+                    f"Host: found {host!r:.80}, and a server without keys answers to this machine's names only,"
+                    " for its user's sake: ask localhost or an address, or serve with --api-keys, or with --insecure if"
+                    " something in front checks who asks",
                 )
             length = headers.get(b"content-length", b"0")
             if length.isdigit() and int(length) > self._max_body_bytes:
@@ -145,12 +157,12 @@ class Edge:
                 CALLER.set(caller)
             await self._app(scope, counted, named)
         except Unauthenticated as error:
-            await response_of(told(error))(scope, receive, named)
+            await response_of(to_client_error(error))(scope, receive, named)
         except HTTPException as error:
             await error_of_http(error)(scope, receive, named)
-        except asyncio.CancelledError:  # by the end of the server alone; uvicorn would tell of it as of a mistake
+        except asyncio.CancelledError:  # only the shutdown cancels; uvicorn would log this as a fault
             if not has_begun:
-                await response_of(told(EngineUnavailable(SHUTDOWN.late)))(scope, receive, named)
+                await response_of(to_client_error(EngineUnavailable(SHUTDOWN.late)))(scope, receive, named)
         except Exception:
             log.exception("an HTTP request failed")
             if not has_begun:
@@ -167,7 +179,7 @@ class Edge:
 
 
 def _secret(headers: Mapping[bytes, bytes]) -> str | None:
-    """The API key that came with a request."""
+    """Return the API key that came with a request, or None."""
     if b"authorization" in headers:
         return secret_of(headers[b"authorization"].decode("latin-1"))
     return headers[b"x-api-key"].decode("latin-1") if b"x-api-key" in headers else None
@@ -185,24 +197,24 @@ def error_response(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    # As ASCII: a message may quote half of a surrogate pair that the client sent.
+    # Encoded in ASCII: a message may quote half of a surrogate pair that the client sent.
     return Response(json.dumps(body).encode(), status, headers, "application/json")
 
 
-def response_of(found: Told) -> Response:
+def response_of(found: ClientError) -> Response:
     status, headers = found.status, {}
     if status.http == 401:
         headers["www-authenticate"] = "Bearer"
     if status.http == 429 and found.retry_after is None:
-        headers["x-should-retry"] = "false"  # as OpenAI's clients read it: they try every 429 again otherwise
+        headers["x-should-retry"] = "false"  # a header of OpenAI's clients, which otherwise retry every 429
     if found.retry_after is not None:
-        headers["retry-after"] = str(max(1, math.ceil(found.retry_after)))  # whole seconds, by the standard
+        headers["retry-after"] = str(max(1, math.ceil(found.retry_after)))  # the standard wants whole seconds
     return error_response(status.http, found.message, status.kind, field_of(found.message), status.code, headers)
 
 
 def body_of(error: Exception) -> dict[str, Any]:
-    """The object that tells of an error in the middle of a stream."""
-    found = told(error)
+    """Return OpenAI's error object for an error in the middle of a stream."""
+    found = to_client_error(error)
     code = found.status.code or found.status.http
     return {
         "error": {
@@ -217,11 +229,11 @@ def body_of(error: Exception) -> dict[str, Any]:
 async def on_inferc_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientLeft):
         return Response(status_code=CLIENT_LEFT)
-    return response_of(told(error))
+    return response_of(to_client_error(error))
 
 
 async def on_our_fault(request: Request, error: Exception) -> Response:
-    """Of what nobody expected; whoever calls the application hears of the error itself."""
+    """Answer an unexpected exception with status 500; the caller of the application still gets the exception."""
     return error_response(500, OUR_FAULT, "server_error")
 
 
@@ -240,7 +252,10 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def while_client_waits(receive: Receive) -> AsyncIterator[None]:
-    """Cancel what is inside when the client closes its connection, and raise ClientLeft instead. The body has been read."""
+    """Cancel the body of the `with` when the client closes its connection, and raise ClientLeft from it then.
+
+    The body of the request must have been read.
+    """
     task, has_left = asyncio.current_task(), False
     assert task is not None
 

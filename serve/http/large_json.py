@@ -1,8 +1,8 @@
-"""JSON of many megabytes read in pieces, so that no call holds the interpreter for long while others wait for it.
+"""The parser of JSON of many megabytes, which works in pieces so that no call holds the GIL for long.
 
-`json.loads` keeps all other threads waiting until it is done: a second for a few million numbers. Here long texts and
-long lists of numbers are taken out and read piece by piece, and only the small rest is read at once. How much there is of each is
-known, and bounded, before anything is made of it: a megabyte of `[],[],…` would be a hundred of lists.
+`json.loads` blocks all other threads until it is done: a second for a few million numbers. Here, long strings and long
+lists of numbers are cut out and parsed piece by piece, and only the small rest is parsed at once. The amount of each is
+counted, and bounded, before any object is created: a megabyte of `[],[],…` would become a hundred megabytes of lists.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from typing import Any, NoReturn
 
 from inferc.errors import RequestError
 
-LONG_TEXT = 256  # bytes; longer ones are read on their own
-LONG_LIST = 1 << 10  # bytes of a list of numbers
-PIECE = 256 << 10  # bytes of a long text or list that are read at once: some milliseconds
-MASKED_AT_ONCE = 1 << 20  # bytes
-MAX_PARTS = 1 << 17  # texts, objects and lists
-MAX_NUMBERS = 1 << 21  # in all
-MAX_REST = 4 << 20  # bytes without what is long
-LONGEST_NUMBER = 256 << 10  # bytes, with the white space around it
-MAX_DIGITS = 40  # of an integer that is made as it is: nothing here has more
-BYTES_OF_NUMBER = 64  # on average; where there are more, some have thousands of digits
+LONG_TEXT = 256  # bytes; a longer string is cut out
+LONG_LIST = 1 << 10  # bytes; a longer list of numbers is cut out
+PIECE = 256 << 10  # bytes of a long string or list that are parsed in one call, in some milliseconds
+MASKED_AT_ONCE = 1 << 20  # bytes that are masked in one call
+MAX_PARTS = 1 << 17  # strings, objects and lists of a body
+MAX_NUMBERS = 1 << 21  # numbers of a body
+MAX_REST = 4 << 20  # bytes of the rest, without what is cut out
+LONGEST_NUMBER = 256 << 10  # bytes of a number, with the white space around it
+MAX_DIGITS = 40  # an integer with more digits is only approximated: no field needs more
+BYTES_OF_NUMBER = 64  # if the numbers of a piece are longer on average, some may have thousands of digits
 
-ESCAPED_BACKSLASH, ESCAPED_QUOTE = b"\x01\x02", b"\x01\x03"  # no text in JSON has these
+ESCAPED_BACKSLASH, ESCAPED_QUOTE = b"\x01\x02", b"\x01\x03"  # bytes that no string in JSON may have
 SECOND_BYTES = (0x02, 0x03)
 FIRST_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")  # of a surrogate pair
 LONGEST_ESCAPE = 6
 
 
 def loads(data: bytes) -> Any:
-    """What `json.loads` makes of UTF-8 bytes, but for integers of more than MAX_DIGITS digits, which are only about as large.
+    """Parse UTF-8 bytes as `json.loads` does; an integer of more than MAX_DIGITS digits is only about as large.
 
-    Raises ValueError as that does, RecursionError for what is nested too deeply, and RequestError beyond the bounds above.
+    Raises ValueError as `json.loads` does, RecursionError for values that are nested too deeply, and RequestError
+    beyond the bounds above.
     """
     reader = _Reader(data)
     reader.split()
@@ -43,7 +44,7 @@ def loads(data: bytes) -> Any:
 
 
 def _integer(digits: str) -> int:
-    """An integer, of which Python takes milliseconds where it has thousands of digits."""
+    """Convert digits to an integer, approximately for many digits: Python takes milliseconds for thousands of them."""
     if len(digits) <= MAX_DIGITS:
         return int(digits)
     beyond: int = 10 ** min(len(digits) - MAX_DIGITS, 400)
@@ -51,22 +52,27 @@ def _integer(digits: str) -> int:
 
 
 def _float(digits: str) -> float:
-    """Not the builtin itself, which json calls without a turn for others between one number and the next."""
+    """Convert digits to a float in Python code, so that other threads get a turn between one number and the next.
+
+    The builtin `float` would be called by json without such a turn.
+    """
     return float(digits)
 
 
 class _Reader:
-    """A body on its way: what is long is taken out of it, and put back into what the rest has become."""
+    """A body that is being parsed: long parts are cut out, and put back into the parsed rest."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._masked = data, _masked(data)
         self.rest: list[bytes] = []
-        self._mark = secrets.token_hex(8)  # begins what stands for what was taken out; nobody can foresee it
-        self._apart: list[tuple[int, int]] = []  # where it is
+        self._mark = secrets.token_hex(
+            8
+        )  # random start of the placeholders for what is cut out, which no client can guess
+        self._apart: list[tuple[int, int]] = []  # [start, end) in the data of each part that was cut out
         self._num_parts = self._num_closed = self._num_numbers = self._num_rest = 0
 
     def split(self) -> None:
-        """Fill `rest`. Raises RequestError beyond the bounds."""
+        """Fill `rest` with the body without its long parts; raise RequestError beyond the bounds."""
         masked, at = self._masked, 0
         while (opening := masked.find(b'"', at)) >= 0:
             self._between(at, opening)
@@ -82,7 +88,7 @@ class _Reader:
         self._between(at, len(masked))
 
     def _between(self, start: int, end: int) -> None:
-        """Split what lies between two texts: numbers, words and structure."""
+        """Split the bytes between two strings: numbers, literals and structure."""
         data, at = self._data, start
         while end - at > LONG_LIST and (closing := data.find(b"]", at, end)) >= 0:
             self._num_closed += 1
@@ -128,7 +134,7 @@ class _Reader:
     # --------------------------------------------------------------------------------------------- put back
 
     def restored(self, value: Any) -> Any:
-        """The value with all that was taken out in its place."""
+        """Return the value with all placeholders replaced by the parts that were cut out."""
         outer = [value]
         waiting: list[list[Any] | dict[str, Any]] = [outer]
         while waiting:
@@ -169,7 +175,7 @@ class _Reader:
         return "".join(pieces)
 
     def _cut(self, start: int, end: int) -> int:
-        """Where a text can be cut: no character, escape or pair of escapes lies on both sides."""
+        """Return where a string can be cut without splitting a character, an escape, or a pair of surrogate escapes."""
         stop = start + PIECE
         if stop >= end:
             return end
@@ -182,7 +188,7 @@ class _Reader:
         return max(stop, start + 1)
 
     def _numbers(self, start: int, end: int) -> list[Any]:
-        """Those of a long list, from behind its bracket to before the other."""
+        """Parse the numbers of a long list; [start, end) excludes its brackets."""
         found: list[Any] = []
         while start <= end:
             comma = self._data.find(b",", start + PIECE, end)
@@ -200,13 +206,16 @@ class _Reader:
 
 
 def _masked(data: bytes) -> bytes:
-    """The same length, with no quotation mark but those around texts."""
+    """Return the data with escaped quotation marks and backslashes replaced by as many control characters.
+
+    The quotation marks that are left are those around strings.
+    """
     if b"\\" not in data:
         return data
     pieces, at = [], 0
     while at < len(data):
         piece = data[at : at + MASKED_AT_ONCE]
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # what is escaped comes next
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the escaped character comes next
             piece = data[at : at + len(piece) + 1]
         pieces.append(piece.replace(b"\\\\", ESCAPED_BACKSLASH).replace(b'\\"', ESCAPED_QUOTE))
         at += len(piece)

@@ -1,4 +1,4 @@
-"""One OpenAI request at work: its prompts tokenized, scored where that is asked for, and answered, all at the same time."""
+"""The work on one OpenAI request: its prompts are tokenized, scored if asked for, and answered at the same time."""
 
 from __future__ import annotations
 
@@ -16,34 +16,40 @@ from inferc.serve.http.openai_chunks import Growing
 from inferc.serve.http.told_json import ToldPrompt, check_likely, check_told, told_prompt
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.models import TEXTS_AT_ONCE, ServedModel
-from inferc.serve.models.streams import Piece, Stream
+from inferc.serve.models.streams import Delta, Stream
 from inferc.serve.models.tasks import gather_some
 
-OPENED_AT_ONCE = 32  # streams: some milliseconds
-MANY_TOLD = 1 << 12  # tokens or characters that an answer tells: some milliseconds
-MANY_LISTED = 1 << 12  # token ids of the parameters of streams that are opened at once
+OPENED_AT_ONCE = 32  # streams opened before other tasks get a turn, which takes some milliseconds
+MANY_TOLD = 1 << 12  # tokens or characters of an answer that are encoded on the event loop, in some milliseconds
+MANY_LISTED = 1 << 12  # token ids in parameters of the streams that are opened before other tasks get a turn
 
 
 class Answering:
-    """The streams of a request; close it when done, whatever happened. Choice i of prompt p has the index p * n + i."""
+    """The streams of a request, which must be closed when done, whatever happened.
+
+    Choice i of prompt p has the index p * n + i.
+    """
 
     def __init__(self, model: ServedModel, request: OpenAIRequest, request_id: str = "") -> None:
-        """Raises as AsyncEngine.check_open."""
+        """Check that the request may be taken now; raises the same errors as AsyncEngine.check_open."""
         self.model, self.request = model, request
         self.params = request.params
         self._request_id = request_id
         self._news = asyncio.Event()
         self._streams: list[Stream] = []
         self._prompts: list[ToldPrompt] = []
-        self.num_entries = 0  # that all choices tell of their prompts
+        self.num_entries = 0  # entries that all choices report about their prompts
         model.check_open(self.params, len(request.prompts))
 
     async def start(self) -> None:
-        """Tokenize and score the prompts, and open their streams. Raises as AsyncEngine.open, and RequestError where more would be
-        told than one answer tells."""
+        """Tokenize and score the prompts, and open their streams.
+
+        Raises the same errors as AsyncEngine.open, and RequestError if the answer would report too much about the
+        prompts.
+        """
         ids = await self._encoded()
         num_tokens = sum(map(len, ids))
-        self.num_entries = check_told(self.request, self._top, num_tokens, 0)  # before work for what is too much
+        self.num_entries = check_told(self.request, self._top, num_tokens, 0)  # refuse before the work is done
         texts = [await self._text(prompt, each) for prompt, each in zip(self.request.prompts, ids, strict=True)]
         check_told(self.request, self._top, num_tokens, sum(map(len, texts)))
         self._prompts = await gather_some(self._told, list(zip(texts, ids, strict=True)), TEXTS_AT_ONCE)
@@ -51,7 +57,7 @@ class Answering:
             at_once = max(1, min(OPENED_AT_ONCE, MANY_LISTED // max(1, self.params.num_listed)))
             for number, each in enumerate(ids):
                 if number % at_once == at_once - 1:
-                    await asyncio.sleep(0)  # others have their turn: there may be a thousand
+                    await asyncio.sleep(0)  # give other tasks a turn: there may be a thousand prompts
                 name = self._request_id if len(ids) == 1 or not self._request_id else f"{self._request_id}-{number}"
                 self._streams.append(self.model.open(each, self.params, name, self._news))
 
@@ -59,29 +65,29 @@ class Answering:
         for stream in self._streams:
             stream.close()
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, int, Piece], None]:
-        """(prompt, choice, piece) of all of them as they come. Raises what ends one of the streams."""
+    async def deltas(self) -> AsyncGenerator[tuple[int, int, Delta], None]:
+        """Yield (prompt, choice, delta) for all streams as deltas come; raise the error that ends one of them."""
         n, left = self.params.n, dict(enumerate(self._streams))
         if not self.request.generates:
             for index in range(len(self._prompts) * n):
-                await asyncio.sleep(0)  # others have their turn
-                yield index // n, index, Piece(index % n, "", [], "length", [])
+                await asyncio.sleep(0)  # give other tasks a turn
+                yield index // n, index, Delta(index % n, "", [], "length", [])
         while left:
             await self._news.wait()
             self._news.clear()
             for number, stream in list(left.items()):
-                while (piece := stream.take()) is not None:
-                    yield number, number * n + piece.index, piece
+                while (delta := stream.take()) is not None:
+                    yield number, number * n + delta.index, delta
                 if stream.is_done:
                     del left[number]
 
     async def answers(self) -> list[Answer]:
-        """All of it at once. Raises RequestError as soon as it is more than one answer tells."""
+        """Return the complete answers; raise RequestError as soon as they have too many entries for one answer."""
         outputs = [[Growing(index) for index in range(self.params.n)] for _ in self._prompts]
         num_entries = 0
-        async for number, _, piece in self.pieces():
-            outputs[number][piece.index].add(piece)
-            num_entries += self.num_likely(piece)
+        async for number, _, delta in self.deltas():
+            outputs[number][delta.index].add(delta)
+            num_entries += self.num_likely(delta)
             self.check_likely(num_entries)
         return [
             Answer(self._prompts[number].num_tokens, self._num_cached(number), [each.so_far() for each in of_prompt])
@@ -89,23 +95,23 @@ class Answering:
         ]
 
     def usage(self, counts: dict[int, int]) -> list[Usage]:
-        """What has been counted so far, by prompt; counts: output tokens of each."""
+        """Return the usage so far of each prompt; counts: number of output tokens by prompt."""
         return [self.usage_of(number, counts.get(number, 0)) for number in range(len(self._prompts))]
 
     def usage_of(self, number: int, count: int) -> Usage:
-        """The same of one prompt. count: its output tokens."""
+        """Return the usage so far of one prompt; count: its number of output tokens."""
         return Usage(self._prompts[number].num_tokens, self._num_cached(number), count)
 
-    def num_likely(self, piece: Piece) -> int:
-        """How many tokens and likely tokens a piece tells of."""
-        return len(piece.logprobs) * (1 + (self.params.logprobs or 0))
+    def num_likely(self, delta: Delta) -> int:
+        """Return how many tokens and likely tokens a delta has log probabilities of."""
+        return len(delta.logprobs) * (1 + (self.params.logprobs or 0))
 
     def check_likely(self, num_entries: int) -> None:
-        """End the request, and raise RequestError, where it has come to tell more than one answer does."""
+        """End the request and raise RequestError if its answer has more entries than one answer may have."""
         check_likely(num_entries, self._streams)
 
     def told(self, number: int) -> ToldPrompt:
-        """What is told of a prompt."""
+        """Return the part of the answer that is about a prompt."""
         return self._prompts[number]
 
     def token(self, token_id: int) -> Token:
@@ -116,7 +122,7 @@ class Answering:
         return self._streams[number].num_cached if self._streams else 0
 
     async def _encoded(self) -> list[list[int]]:
-        """Token ids of all prompts. Raises RequestError for one that is too long."""
+        """Return the token ids of all prompts; raise RequestError for one that is too long."""
         prompts: Any = self.request.prompts
         if self.request.kind == "chat":
             return [await self.model.encode_chat(messages, self.request.template) for messages in prompts]
@@ -130,22 +136,22 @@ class Answering:
 
     @property
     def _top(self) -> int | None:
-        """Likely tokens of each place of a prompt; None: its log probabilities are not asked for."""
+        """The number of likely tokens at each position of a prompt; None: its log probabilities are not asked for."""
         of_echo = self.params.logprobs if self.request.echo else None
         wanted = [top for top in (of_echo, self.request.prompt_logprobs) if top is not None]
         return max(wanted, default=None)
 
     async def _text(self, prompt: Prompt, ids: list[int]) -> str:
-        """A prompt's text, where it is echoed."""
+        """Return the text of a prompt if it is echoed, else ""."""
         if not self.request.echo:
             return ""
         return prompt if isinstance(prompt, str) else await in_text_thread(partial(self.model.decode, ids, False))
 
     async def _told(self, prompt: tuple[str, list[int]]) -> ToldPrompt:
-        """What is told of a prompt of this text, where it is echoed, and these ids."""
+        """Make the part of the answer that is about a prompt, given as its echoed text and its token ids."""
         text, ids = prompt
         request, params, top = self.request, self.params, self._top
-        rows: list[Logprobs] | None = None if top is None else []  # nothing comes before the only token
+        rows: list[Logprobs] | None = None if top is None else []  # no rows for a single token: nothing comes before it
         if top is not None and not ids:
             raise RequestError("prompt: it is empty; give at least one token")
         if top is not None and len(ids) > 1:

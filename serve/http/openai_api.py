@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface over the models of a server, and vLLM's additions that clients use."""
+"""The routes of OpenAI's HTTP API over the models of a server, with those of vLLM's additions that clients use."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OWNER = "inferc"
 
 
 def openai_routes(models: Models) -> APIRouter:
-    """Every path of the interface."""
+    """Return the routes of all paths of the API."""
     routes = APIRouter()
 
     # ------------------------------------------------------------------------------------------ generating
@@ -74,7 +74,7 @@ def openai_routes(models: Models) -> APIRouter:
         form = values.get("encoding_format") or "float"
         if form not in ("float", "base64"):
             raise RequestError(f"encoding_format is {shown(form, 40)}; expected float or base64")
-        request.scope["started"]()  # what follows waits for the engine
+        request.scope["started"]()  # the rest waits for the engine, not for the event loop
         async with while_client_waits(request.receive):
             vectors = await embed(model, inputs, values.get("dimensions"))
         return await in_text_thread(partial(_embeddings, model.name, vectors, form))
@@ -183,7 +183,7 @@ def _model(model: ServedModel) -> dict[str, Any]:
 
 
 def _embeddings(model: str, vectors: Vectors, form: str) -> Json:
-    """The answer, written a vector at a time: all at once would keep others waiting for a third of a second."""
+    """Return the answer, encoded a vector at a time: all at once would block other threads for a third of a second."""
     data = []
     for index, row in enumerate(vectors.values):
         value: Any = row.tolist() if form == "float" else base64.b64encode(row.astype("<f4").tobytes()).decode()
@@ -193,7 +193,7 @@ def _embeddings(model: str, vectors: Vectors, form: str) -> Json:
 
 
 def _tokens(model: ServedModel, ids: list[int], is_spelled: bool) -> Json:
-    """What a text was tokenized to."""
+    """Return the answer of a /tokenize call."""
 
     def spelled(part: Sequence[int]) -> list[str]:
         return [model.engine.text.token_bytes(token).decode(errors="replace") for token in part]
@@ -215,7 +215,10 @@ async def _generate(models: Models, url: str, http: Request) -> Response:
 
 @dataclass(frozen=True)
 class _Completions:
-    """Completions and chats: an object, or its chunks. name: makes its id. options: of the stream."""
+    """The form of completions and chat completions: one object, or a stream of chunks.
+
+    name: the random part of the answer's id. options: the request's `stream_options`.
+    """
 
     name: str
     created: int
@@ -226,7 +229,7 @@ class _Completions:
         return f"{'chatcmpl' if request.kind == 'chat' else 'cmpl'}-{self.name}"
 
     def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]:
-        """What is long was made JSON in pieces, and is put in as that."""
+        """Return the answer as one object, with log probabilities that were encoded as JSON in parts."""
         request, token = answering.request, answering.token
         outputs = [output for answer in answers for output in answer.outputs]
         plain = [replace(each, outputs=[replace(output, logprobs=None) for output in each.outputs]) for each in answers]
@@ -240,7 +243,7 @@ class _Completions:
         return {**found, **of_chat, "system_fingerprint": self.model.fingerprint}
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
-        """The stream's events; what is wrong before the first of them is raised, later it is an event of its own."""
+        """Yield the events of the stream; an error before the first is raised, a later one is an event of its own."""
         head = {
             "id": self.id_of(answering.request),
             "created": self.created,
@@ -253,15 +256,15 @@ class _Completions:
         counts: dict[int, int] = {}
         has_begun = False
         try:
-            async with aclosing(answering.pieces()) as pieces:
-                async for number, index, piece in pieces:
-                    counts[number] = counts.get(number, 0) + len(piece.token_ids)
+            async with aclosing(answering.deltas()) as deltas:
+                async for number, index, delta in deltas:
+                    counts[number] = counts.get(number, 0) + len(delta.token_ids)
                     usage = answering.usage_of(number, counts[number]) if continuous else None
                     told = answering.told(number)
                     if answering.num_entries > MANY_TOLD and not chunks.has_begun(index):
-                        yield await in_text_thread(partial(chunks.of, index, piece, told, usage))
+                        yield await in_text_thread(partial(chunks.of, index, delta, told, usage))
                     else:
-                        yield chunks.of(index, piece, told, usage)
+                        yield chunks.of(index, delta, told, usage)
                     has_begun = True
             if with_usage:
                 yield chunks.usage(answering.usage(counts))

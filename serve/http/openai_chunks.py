@@ -1,4 +1,4 @@
-"""Streamed answers as OpenAI's server-sent events: one for each piece."""
+"""Streamed answers as OpenAI's server-sent events: one for each delta."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from inferc.runtime.openai.answer import (
 from inferc.runtime.openai.request import OpenAIRequest
 from inferc.runtime.step.plan import Logprobs
 from inferc.serve.http.told_json import ToldPrompt
-from inferc.serve.models.streams import Piece
+from inferc.serve.models.streams import Delta
 
 DONE = b"data: [DONE]\n\n"
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """As ASCII, so that half of a surrogate pair in a message of an error cannot break it."""
+    """Encode a server-sent event in ASCII, so that half of a surrogate pair in an error's message cannot break it."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
 class Chunks:
-    """Makes the events of one request. Most have text and nothing else, and are put together from bytes."""
+    """The encoder of one request's events; most events have only text, and are put together from bytes."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Chunks:
         include_usage: bool = False,
         continuous_usage: bool = False,
     ) -> None:
-        """head: what every chunk begins with: id, created, model."""
+        """Prepare the parts that all chunks share; head: the fields with which each begins (id, created, model, …)."""
         self._request, self._token = request, token
         self._is_chat = request.kind == "chat"
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
@@ -53,13 +53,14 @@ class Chunks:
         self._offsets: dict[int, int] = {}
 
     def has_begun(self, index: int) -> bool:
-        """Whether a choice's first events have been made, which tell of its prompt too."""
+        """Return whether a choice's first events have been made, which also report its prompt."""
         return index in self._begun
 
-    def of(self, index: int, piece: Piece, prompt: ToldPrompt, usage: Usage | None = None) -> bytes:
-        """The events of a piece of choice `index`. prompt: what is told of it before the choice's first piece.
+    def of(self, index: int, delta: Delta, prompt: ToldPrompt, usage: Usage | None = None) -> bytes:
+        """Return the events of a delta of choice `index`.
 
-        usage: so far, where every chunk has it.
+        prompt: the report about the prompt, which comes before the choice's first delta.
+        usage: the usage so far, if every chunk is to have it.
         """
         begins, first = not self.has_begun(index), b""
         if begins:
@@ -70,20 +71,27 @@ class Chunks:
                 first = self._dump(index, body, usage, more)
             elif self._request.echo or prompt.fields:
                 first = self._echo(index, prompt, usage)
-        if piece.logprobs or self._request.return_token_ids:
-            return first + self._dump(index, self._body(index, piece), usage)
-        text = msgspec.json.encode(piece.text)
-        reason = b"null" if piece.finish_reason is None else b'"%s"' % piece.finish_reason.encode()
+        if delta.logprobs or self._request.return_token_ids:
+            return first + self._dump(index, self._body(index, delta), usage)
+        text = msgspec.json.encode(delta.text)
+        reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
         named = b',"delta":{"content":' + text + b"}" if self._is_chat else b',"text":' + text
         return b"".join(
             (
-                *(first, self._start, b"%d" % index, named, b',"logprobs":null,"finish_reason":', reason, b"}]"),
-                *(self._usage(usage), self._end),
+                first,
+                self._start,
+                b"%d" % index,
+                named,
+                b',"logprobs":null,"finish_reason":',
+                reason,
+                b"}]",
+                self._usage(usage),
+                self._end,
             )
         )
 
     def usage(self, usages: Sequence[Usage]) -> bytes:
-        """The last event, if the client asked for it."""
+        """Return the last event of the stream, which has the usage if the client asked for it."""
         return self._start_of_usage + msgspec.json.encode(usage_body(usages)) + b"}\n\n"
 
     def _usage(self, usage: Usage | None) -> bytes:
@@ -92,27 +100,27 @@ class Chunks:
     def _dump(
         self, index: int, body: Mapping[str, Any], usage: Usage | None, more: Mapping[str, Any] | None = None
     ) -> bytes:
-        """more: fields beside `choices`."""
+        """Return an event whose choice has the fields of `body`; more: fields of the event beside `choices`."""
         encoded = b"," + msgspec.json.encode(body)[1:]
         beside = b"," + msgspec.json.encode(more)[1:-1] if more else b""
         return b"".join((self._start, b"%d" % index, encoded, b"]", beside, self._usage(usage), self._end))
 
     def _echo(self, index: int, prompt: ToldPrompt, usage: Usage | None) -> bytes:
-        """The prompt, before all else."""
+        """Return the event that echoes the prompt, the first of its choice."""
         if prompt.lists is not None:
             self._offsets[index] = prompt.text_len
         body = prompt.choice(CompletionOutput(index), self._token)
         return self._dump(index, {**body, "finish_reason": None}, usage)
 
-    def _body(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _body(self, index: int, delta: Delta) -> dict[str, Any]:
         rows: Any = None
-        if piece.logprobs and self._is_chat:
-            rows = chat_logprobs(piece.logprobs, self._token)
-        elif piece.logprobs:
-            rows = self._completion_logprobs(index, [(row.token_id, row) for row in piece.logprobs])
-        named: dict[str, Any] = {"delta": {"content": piece.text}} if self._is_chat else {"text": piece.text}
-        body = {**named, "logprobs": rows, "finish_reason": piece.finish_reason}
-        return {**body, "token_ids": piece.token_ids} if self._request.return_token_ids else body
+        if delta.logprobs and self._is_chat:
+            rows = chat_logprobs(delta.logprobs, self._token)
+        elif delta.logprobs:
+            rows = self._completion_logprobs(index, [(row.token_id, row) for row in delta.logprobs])
+        named: dict[str, Any] = {"delta": {"content": delta.text}} if self._is_chat else {"text": delta.text}
+        body = {**named, "logprobs": rows, "finish_reason": delta.finish_reason}
+        return {**body, "token_ids": delta.token_ids} if self._request.return_token_ids else body
 
     def _completion_logprobs(self, index: int, rows: Sequence[tuple[int, Logprobs | None]]) -> dict[str, Any]:
         start = self._offsets.get(index, 0)
@@ -121,19 +129,19 @@ class Chunks:
 
 
 class Growing:
-    """An output that comes piece by piece."""
+    """An output that grows delta by delta."""
 
     def __init__(self, index: int) -> None:
         self._output, self._texts = CompletionOutput(index), list[str]()
 
-    def add(self, piece: Piece) -> None:
+    def add(self, delta: Delta) -> None:
         output = self._output
-        self._texts.append(piece.text)
-        output.token_ids += piece.token_ids
-        output.finish_reason = piece.finish_reason
-        if piece.logprobs:
+        self._texts.append(delta.text)
+        output.token_ids += delta.token_ids
+        output.finish_reason = delta.finish_reason
+        if delta.logprobs:
             output.logprobs = [] if output.logprobs is None else output.logprobs
-            output.logprobs += piece.logprobs
+            output.logprobs += delta.logprobs
 
     def so_far(self) -> CompletionOutput:
         return replace(self._output, text="".join(self._texts))

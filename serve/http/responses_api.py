@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over the models of a server: text in, text out, nothing stored."""
+"""The routes of OpenAI's Responses API over the models of a server, for text only and without storage."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIRST_PART: Mapping[str, Any] = {"type": "output_text", "text": "", "annotations
 
 
 def responses_routes(models: Models) -> APIRouter:
-    """Every path of the interface."""
+    """Return the routes of all paths of the API."""
     routes = APIRouter()
 
     @routes.post(RESPONSES, tags=["openai"], responses=STREAMED, openapi_extra=described("ResponseBody"))
@@ -67,7 +67,7 @@ def responses_routes(models: Models) -> APIRouter:
 
 @dataclass(frozen=True)
 class _ResponseForm:
-    """A response, or the typed events of its stream. name: makes its ids."""
+    """The form of a response: one object, or a stream of typed events; name: the random part of its ids."""
 
     name: str
     created: int
@@ -91,13 +91,13 @@ class _ResponseForm:
         return _whole(self._head(answering), _part(output, answering), output, answering)
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
-        """What is wrong before the first of them is raised, later it is how the response fails."""
+        """Yield the events of the stream; an error before the first is raised, a later one is the event `failed`."""
         head, output = self._head(answering), Growing(0)
         events = _Events(head.message_id)
         begun, num_entries = b"", 0
         try:
-            async with aclosing(answering.pieces()) as pieces:
-                async for _, _, piece in pieces:
+            async with aclosing(answering.deltas()) as deltas:
+                async for _, _, piece in deltas:
                     num_entries += answering.num_likely(piece)
                     answering.check_likely(num_entries)
                     begin = b"" if begun else _begin(events, head)
@@ -121,12 +121,12 @@ class _ResponseForm:
 
 
 async def _made(make: Callable[[], bytes], num_entries: int) -> bytes:
-    """What `make` makes of so many tokens and likely tokens, beside the event loop where they are many."""
+    """Return the result of `make`, which runs on a thread if it is about many tokens and likely tokens."""
     return make() if num_entries <= MANY_TOLD else await in_text_thread(make)
 
 
 class _Events:
-    """Makes events one after another, with their numbers."""
+    """The encoder of a response's events, which numbers them."""
 
     def __init__(self, message_id: str) -> None:
         self._message_id = message_id
@@ -138,7 +138,7 @@ class _Events:
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(body))
 
     def of_part(self, kind: str, **fields: Any) -> bytes:
-        """Of the one part of the one message."""
+        """Return an event about the single part of the single message."""
         return self.of(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
 
 
@@ -155,7 +155,7 @@ def _begin(events: _Events, head: ResponseHead) -> bytes:
 
 
 def _part(output: CompletionOutput, answering: Answering) -> dict[str, Any]:
-    """The part that is the text, with its log probabilities as JSON that was made in pieces."""
+    """Return the message's text part, whose log probabilities are JSON that was encoded in parts."""
     part = text_part(replace(output, logprobs=None), answering.token)
     return {**part, "logprobs": chat_lists(output.logprobs or (), answering.token)["content"]}
 
@@ -163,13 +163,13 @@ def _part(output: CompletionOutput, answering: Answering) -> dict[str, Any]:
 def _whole(
     head: ResponseHead, part: Mapping[str, Any], output: CompletionOutput, answering: Answering
 ) -> dict[str, Any]:
-    """The response that is over."""
+    """Return the complete response."""
     status = status_of(output)
     return head.response(status, [head.message(status, [part])], _usage(output, answering))
 
 
 def _ends(events: _Events, head: ResponseHead, output: CompletionOutput, answering: Answering) -> Iterator[bytes]:
-    """The last events, each made as it is asked for: all of the text, and its log probabilities, are in every one."""
+    """Yield the last events, each of which has the whole text and all log probabilities; each is made on demand."""
     part, status = _part(output, answering), status_of(output)
     yield events.of_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
     yield events.of_part("response.content_part.done", part=part)
@@ -182,7 +182,7 @@ def _failed(
 ) -> bytes:
     found = body_of(error)["error"]
     kind = "rate_limit_exceeded" if found["type"] == "rate_limit_error" else "server_error"
-    message = found["message"].encode("ascii", "backslashreplace").decode()  # which may quote half of a surrogate pair
+    message = found["message"].encode("ascii", "backslashreplace").decode()  # it may quote half of a surrogate pair
     item = head.message("incomplete", [_part(output, answering)])
     response = head.response("failed", [item], _usage(output, answering), {"code": kind, "message": message})
     return events.of("response.failed", response=response)

@@ -1,4 +1,4 @@
-"""The HTTP endpoint: OpenAI's interface (openai_api.py) by FastAPI and uvicorn."""
+"""The HTTP endpoint, which serves OpenAI's API (openai_api.py) with FastAPI and uvicorn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from inferc.serve.security.access import Access
 from inferc.serve.under_way import UnderWay
 from inferc.version import __version__
 
-KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep theirs, so that none uses a connection as it is closed
+# Longer than load balancers keep idle connections, so that none sends a request on a connection that is being closed.
+KEEP_ALIVE_SECONDS = 75
 
 
 def make_app(
@@ -40,15 +41,15 @@ def make_app(
     checks_host: bool = False,
     under_way: UnderWay | None = None,
 ) -> Any:
-    """The ASGI application of a server's models. checks_host, under_way: as Edge's."""
+    """Make the ASGI application for a server's models; checks_host and under_way are those of Edge."""
     app = FastAPI(
         title="inferc",
         description="OpenAI's interface over compiled models.",
         version=__version__,
-        # The pages about it would fetch scripts from elsewhere; /openapi.json is there for tools.
+        # FastAPI's documentation pages load scripts from other hosts, so they are off; tools can read /openapi.json.
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # the edge takes them away
+        redirect_slashes=False,  # Edge strips trailing slashes
     )
     app.include_router(openai_routes(models))
     app.include_router(page_routes(models))
@@ -73,7 +74,7 @@ def _metrics_route(metrics: MetricsPage) -> Callable[[Request], Awaitable[Respon
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application on a socket that is bound already, and leaves signals to whoever runs it."""
+    """A uvicorn server for an application on a socket that is bound already; it does not handle signals."""
 
     def __init__(
         self,
@@ -83,7 +84,11 @@ class HttpServer(uvicorn.Server):
         max_connections: int | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
-        """context: of TLS. max_connections: at the same time; None: any number. max_body_bytes: as the application's."""
+        """Configure uvicorn.
+
+        context: TLS; None: plain HTTP. max_connections: the most at the same time; None: any number. max_body_bytes:
+        the application's limit.
+        """
         self.connections = Connections(max_connections)
         config = uvicorn.Config(
             app,
@@ -107,7 +112,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])  # uvicorn has none to accept on: that is done here
+        await super().startup([])  # uvicorn accepts on no socket: the Acceptor does
         self._acceptor = Acceptor(self._listener, self.connections, self._begin, self.config.ssl is None)
 
     async def _begin(self, connection: Connection) -> None:
@@ -123,11 +128,11 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def run_until_stopped(self) -> None:
-        """Returns after `stop`, when the open requests have ended."""
-        with suppress(SystemExit):  # uvicorn's way to say that it could not start, which it has logged
+        """Serve until `stop` is called and the open requests have ended."""
+        with suppress(SystemExit):  # uvicorn raises this if it could not start, which it has logged
             await self.serve([self._listener])
 
     def stop(self, at_once: bool = False) -> None:
-        """Take no more connections and end when the open requests have, or cut them off."""
+        """Accept no more connections, and end when the open requests have ended; at_once: cut them off."""
         self.should_exit = True
         self.force_exit = self.force_exit or at_once

@@ -1,4 +1,4 @@
-"""uvicorn's protocol with bounds on who sends slowly, or without end, and on who does not read what is sent."""
+"""The HTTP/1.1 protocol of uvicorn with bounds on clients that send slowly, send too much, or do not read."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from inferc.serve.http.edge import MAX_BODY_BYTES
 from inferc.serve.http.upgrades import Upgrades
 from inferc.serve.security.access import OPEN
 
-MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, and of what follows its body
-LOOK_SECONDS = 30.0  # a head must be whole by then, and what was closed must have been read
-MIN_BYTES = 16 << 10  # of a body that is not whole, or of an answer that is not read, from one look to the next
-MAX_PIPELINED = 16  # requests behind the one that is being answered
-BEGINS_AT_BYTES = 16 << 10  # of a body: the application hears of the request by then, or when the body is whole
+MAX_HEAD_BYTES = 64 << 10  # size of a request's line and headers, and of the trailers after its body
+# Time between two checks of a client. Within it a head must be complete, and the rest of a closed connection be read.
+LOOK_SECONDS = 30.0
+# Bytes of an incomplete body that must come, or of an answer that must be read, between two checks.
+MIN_BYTES = 16 << 10
+MAX_PIPELINED = 16  # requests that may wait behind the one that is being answered
+BEGINS_AT_BYTES = 16 << 10  # the application is called when so much of the body has come, or all of it
 
 
 class Protocol(HttpToolsProtocol):
-    """Closes connections that hold a place and send, or read, next to nothing; refuses (431) heads that are too large, and (503)
-    requests that there is no place for."""
+    """A protocol that closes connections whose clients send or read next to nothing.
+
+    It refuses heads that are too large (431), and requests for which there is no place (503).
+    """
 
     def __init__(
         self,
@@ -31,22 +35,22 @@ class Protocol(HttpToolsProtocol):
         max_body_bytes: int = MAX_BODY_BYTES,
         **kwargs: Any,
     ) -> None:
-        """connection: that it reads from. max_body_bytes: more, and the application refuses a request."""
+        """Set up the protocol for a connection; max_body_bytes: the application refuses larger bodies."""
         super().__init__(*args, **kwargs)
         self._connection, self._max_body_bytes = connection, max_body_bytes
         self._connections = connection.among
         self._is_lost = False
-        self._is_refused = self._is_for_health = False  # what was asked last
-        self._looking: asyncio.TimerHandle | None = None  # while something is expected of the client
-        self._is_deaf = False  # it has sent too many requests at once, and what follows them is not read
-        self._num_unsent = 0  # bytes that it has not read, when it was looked at last
+        self._is_refused = self._is_for_health = False  # facts about the last request
+        self._looking: asyncio.TimerHandle | None = None  # the next check, while it is the client's turn
+        self._is_deaf = False  # it sent too many requests at once: nothing more is read
+        self._num_unsent = 0  # bytes that the client had not read at the last check
         self._is_in_head = self._is_in_body = False
-        self._num_head = 0  # bytes of the head, as far as the parser told of it
-        self._num_unheard = 0  # bytes since the parser told of something whole
-        self._num_body = 0  # bytes of the body since the last look
-        self._pieces: list[bytes] = []  # of the body, which the application has not got
+        self._num_head = 0  # bytes of the head that the parser has reported
+        self._num_unheard = 0  # bytes since the parser last reported something complete
+        self._num_body = 0  # bytes of the body since the last check
+        self._pieces: list[bytes] = []  # pieces of the body that the application has not got yet
         self._upgrades = Upgrades()
-        self._held: tuple[Any, Any] | None = None  # what the application has not begun with, as it waits for the body
+        self._held: tuple[Any, Any] | None = None  # the request whose start is held back until its body has come
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -71,9 +75,9 @@ class Protocol(HttpToolsProtocol):
         self._watch()
 
     def _feed(self, data: bytes) -> None:
-        """Let the parser read, each head by itself."""
+        """Give the data to the parser, each head on its own."""
         while data and not (self._is_deaf or self.transport.is_closing()):
-            # What it has begun behind a body it also goes on with.
+            # The parser itself goes on with a body, or with a head that began in the same piece as the end of a body.
             is_begun = self._is_in_body or (self._is_in_head and not self._upgrades.is_within)
             piece, data = (data, b"") if is_begun else self._upgrades.passed_over(data)
             super().data_received(piece)
@@ -93,7 +97,7 @@ class Protocol(HttpToolsProtocol):
         self._watch()
 
     def on_message_begin(self) -> None:
-        # What was not heard of stays counted: it is the beginning of this head.
+        # `_num_unheard` is not reset: those bytes are the beginning of this head.
         self._is_in_head, self._num_head = True, 0
         super().on_message_begin()
 
@@ -103,18 +107,18 @@ class Protocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value) + len(": \r\n"))
-        if self._is_in_head:  # those behind a body are no part of what was answered
+        if self._is_in_head:  # trailers after a body are ignored
             super().on_header(name, value)
 
     def _count_head(self, num_bytes: int) -> None:
-        """Refuse a head, or what follows a body, that is whole and too large; what is raised ends the parser's work."""
+        """Count bytes of a head or of trailers, and refuse it if too large; the error then ends the parser's work."""
         self._num_head += num_bytes
         if self._num_head > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
             raise ValueError("the head is too large")
 
     def send_400_response(self, msg: str) -> None:
-        if not (self._is_deaf or self.transport.is_closing()):  # else it was refused in other words
+        if not (self._is_deaf or self.transport.is_closing()):  # otherwise it was refused with another status
             super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
@@ -124,13 +128,13 @@ class Protocol(HttpToolsProtocol):
         if len(self.pipeline) == MAX_PIPELINED or (self._is_answering and not may_ask):
             self._is_deaf = True
             last = self.pipeline[0][0] if self.pipeline else self.cycle
-            last.keep_alive = False  # and its answer is the last, too
+            last.keep_alive = False  # its answer is the last one on this connection
             raise ValueError("too many requests at once")
         self._is_in_head, self._is_in_body, self._num_unheard, self._num_body = False, True, 0, 0
         if not may_ask:
             self._refuse_as_full()
             return
-        scope: Any = self.scope  # of a type that knows ASGI's keys alone
+        scope: Any = self.scope  # Any, because its type has only ASGI's keys
         scope["arrived_at"] = time.monotonic()
         super().on_headers_complete()
 
@@ -140,7 +144,7 @@ class Protocol(HttpToolsProtocol):
         self._watch()
 
     def _count(self) -> None:
-        """It is idle unless it has something to answer that has come whole, or an answer is on its way."""
+        """Count the connection as idle, unless a complete request is being answered or an answer is not read yet."""
         is_working = self._is_answering and (self.pipeline or not self._is_in_body)
         if not (is_working or self.flow.write_paused or self.transport.is_closing()):
             self._connections.rest(self._connection)
@@ -151,7 +155,7 @@ class Protocol(HttpToolsProtocol):
         self._pieces.append(body)
 
     def _pass_body_on(self) -> None:
-        """Hand over what has come of the body: in one piece, as a client may send it in chunks of a byte."""
+        """Hand over the body's pieces that have come, as one: a client may send it in chunks of one byte."""
         pieces, self._pieces = self._pieces, []
         if pieces and not self._is_refused:
             super().on_body(b"".join(pieces))
@@ -161,22 +165,22 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._pass_body_on()
         self._is_in_body, self._num_unheard, self._num_head = False, 0, 0
-        self._stop_looking()  # what is expected next has its own time
+        self._stop_looking()  # the next wait for the client has its own timer
         if self._is_refused:
             return
         if self._is_for_health:
             self._connections.visit(self._connection)
         elif self._is_answering and not (self._connections.take_place(self._connection) or self.pipeline):
-            self._held = None  # others have taken all places while its body came
+            self._held = None  # other requests have taken all places while its body came
             self._refuse_as_full()
             return
         super().on_message_complete()
         self._begin()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """Let a request with a body wait for it here, where no task of the application waits with it.
+        """Hold a request back until its body has come, so that no task of the application waits for it.
 
-        Who asks whether to send the body, or says that it is too large, is answered at once.
+        A request that expects "100 Continue", or whose body is announced as too large, starts at once.
         """
         is_whole = not self._is_in_body or cycle is not self.cycle
         length = next((value for name, value in cycle.scope["headers"] if name == b"content-length"), b"0")
@@ -198,15 +202,15 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _is_expected_to_act(self) -> bool:
-        """Whether it is the client's turn: to send, or to read."""
+        """Whether it is the client's turn to send or to read."""
         if self.transport.is_closing() or self.flow.write_paused:
             return True
         if self._is_in_body:
-            return not self.pipeline  # else it waits behind others, and is not read
+            return not self.pipeline  # otherwise it waits behind other requests, and is not read
         return not self._is_answering and self.timeout_keep_alive_task is None
 
     def _watch(self) -> None:
-        """Look at the client later if it is its turn now; what has begun to run goes on."""
+        """Start the timer of the next check if it is the client's turn and no timer runs; stop it if it is not."""
         if self._is_lost or not self._is_expected_to_act:
             self._stop_looking()
         elif self._looking is None:
@@ -238,7 +242,7 @@ class Protocol(HttpToolsProtocol):
         self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
 
     def _refuse(self, status: bytes) -> None:
-        """Who has begun to get an answer gets no other."""
+        """Close the connection, after an answer with this status unless another answer has begun."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:

@@ -1,6 +1,6 @@
-"""What an answer tells of tokens as JSON, made in pieces, so that no call holds the interpreter for long while others wait for it.
+"""The JSON of token ids and log probabilities in an answer, encoded in parts so that no call holds the GIL for long.
 
-A prompt's part is made once, for all its choices.
+A prompt's part is encoded once, for all its choices.
 """
 
 from __future__ import annotations
@@ -24,38 +24,43 @@ from inferc.runtime.openai.request import OpenAIRequest
 from inferc.runtime.step.plan import Logprobs
 from inferc.serve.models.streams import Stream
 
-ENTRIES_AT_ONCE = 1 << 13  # some milliseconds
-# What one answer tells of its prompts, and of what is generated. 128 Ki tokens with five likely ones each are 768 Ki entries, some 60 MB.
-MAX_ENTRIES = 1 << 20  # tokens, and likely ones beside them, for each choice anew
-MAX_CHARACTERS = 16 << 20  # of echoed texts, for each choice anew
+ENTRIES_AT_ONCE = 1 << 13  # entries that are encoded in one call, which takes some milliseconds
+# Entries (tokens, and likely tokens beside them) that one answer may report of its prompts, and as many of its
+# generated tokens; each choice counts anew. 128 Ki tokens with five likely ones each are 768 Ki entries, about 60 MB.
+MAX_ENTRIES = 1 << 20
+MAX_CHARACTERS = 16 << 20  # characters of prompts that one answer may echo; each choice counts anew
 
 Value = TypeVar("Value")
 
 
 def items(values: Sequence[Value], made: Callable[[Sequence[Value]], Sequence[Any]] = list, size: int = 1) -> bytes:
-    """What lies between the brackets of a list: what is `made` of the values, a part at a time. size: entries of each."""
+    """Encode the JSON list of `made(values)` in parts, and return it without its brackets.
+
+    size: number of entries that each value counts for.
+    """
     at_once = max(1, ENTRIES_AT_ONCE // size)
     parts = (made(values[at : at + at_once]) for at in range(0, len(values), at_once))
     return b",".join(msgspec.json.encode(part)[1:-1] for part in parts)
 
 
 def listed(*parts: bytes) -> msgspec.Raw:
-    """The list that has these items, one part behind the other."""
+    """Return the JSON list that has the items of these parts, which have no brackets."""
     return msgspec.Raw(b"".join((b"[", b",".join(filter(None, parts)), b"]")))
 
 
 def chat_lists(rows: Sequence[Logprobs], token: TokenOf) -> dict[str, Any]:
-    """The same as `chat_logprobs`."""
+    """Return the fields of `chat_logprobs`, with the list encoded in parts."""
     content = listed(items(rows, lambda part: chat_logprobs(part, token)["content"], _size(rows)))
     return {**chat_logprobs((), token), "content": content}
 
 
 @dataclass(frozen=True)
 class ToldPrompt:
-    """A prompt as its choices tell it, as JSON.
+    """The part of an answer that is about a prompt, as JSON that all choices of the prompt share.
 
-    text: what lies between its quotation marks, of text_len characters. lists: those of `completion_logprobs`, what lies between
-    their brackets; None: not asked for. fields: of the choice or, in a chat, of the whole answer.
+    text: the JSON string of the echoed prompt without its quotation marks; it has text_len characters.
+    lists: the lists of `completion_logprobs` without their brackets; None if they are not asked for.
+    fields: further fields of each choice or, in a chat, of the whole answer.
     """
 
     num_tokens: int
@@ -65,7 +70,7 @@ class ToldPrompt:
     fields: Mapping[str, msgspec.Raw] = field(default_factory=dict)
 
     def choice(self, output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
-        """What a choice of a completion tells: the prompt and what was generated behind it."""
+        """Return the fields of a completion's choice: the prompt if it is echoed, followed by the generated output."""
         parts = [] if self.lists is None else [self.lists]
         if output.logprobs is not None:
             rows = [(row.token_id, row) for row in output.logprobs]
@@ -76,7 +81,7 @@ class ToldPrompt:
 
 
 def told_prompt(request: OpenAIRequest, prompt: EchoedPrompt, token: TokenOf) -> ToldPrompt:
-    """What the request wants to be told of a prompt."""
+    """Encode the part of an answer that a request asks for about a prompt."""
     fields, rows = dict[str, msgspec.Raw](), prompt.rows or ()
     if request.prompt_logprobs is not None:
         of_rows = items(rows, lambda part: prompt_rows(part, token), _size(rows))
@@ -91,37 +96,41 @@ def told_prompt(request: OpenAIRequest, prompt: EchoedPrompt, token: TokenOf) ->
 
 
 def check_told(request: OpenAIRequest, top: int | None, num_tokens: int, num_characters: int) -> int:
-    """How many entries an answer has of all its prompts. Raises RequestError for more than one answer tells.
+    """Return how many entries an answer has for all its prompts; raise RequestError for more than MAX_ENTRIES.
 
-    top: likely tokens of each place, None: no log probabilities. num_characters: of echoed texts.
+    top: likely tokens at each position; None: no log probabilities. num_characters: length of the echoed texts, of
+    which at most MAX_CHARACTERS are allowed.
     """
-    times = request.params.n if request.kind == "completion" else 1  # a chat tells of its prompt once
+    times = request.params.n if request.kind == "completion" else 1  # a chat reports its prompt once
     lists = 0 if top is None else (request.echo + (request.prompt_logprobs is not None)) * (1 + top)
     entries = num_tokens * (lists + request.return_token_ids) * times
     check_entries(entries)
     if num_characters * times > MAX_CHARACTERS:
         raise RequestError(
-            f"prompt: the answer would echo {num_characters * times} characters, those of each choice counted, and at most"
+            f"prompt: the answer would echo {num_characters * times} characters, those of each choice counted, and at"
+            " most"
             f" {MAX_CHARACTERS} are echoed at once; ask for fewer prompts or choices (n)"
         )
     return entries
 
 
 def check_entries(count: int) -> None:
-    """Raise RequestError where an answer would tell so many tokens and likely tokens of its prompts."""
+    """Raise RequestError if `count` is more entries about prompts than one answer may have."""
     if count > MAX_ENTRIES:
         raise RequestError(
-            f"prompt: the answer would tell {count} tokens and likely tokens of its prompts, those of each choice counted, and at"
-            f" most {MAX_ENTRIES} are told at once; ask for fewer prompts, logprobs or choices (n)"
+            f"prompt: the answer would tell {count} tokens and likely tokens of its prompts, those of each choice"
+            f" counted, and at most {MAX_ENTRIES} are told at once; ask for fewer prompts, logprobs or choices (n)"
         )
 
 
 def check_likely(num_entries: int, streams: Iterable[Stream]) -> None:
-    """End the streams of an answer, and raise RequestError, where they brought more tokens and likely tokens than one tells."""
+    """End the streams of an answer and raise RequestError if they brought more entries than one answer may have."""
     if num_entries > MAX_ENTRIES:
         error = RequestError(
-            f"logprobs: the answer has come to tell {num_entries} tokens and likely tokens, and at most {MAX_ENTRIES} are told at"
-            " once; ask for fewer choices (n), tokens (max_tokens) or likely ones, or for a stream of a completion"
+            f"logprobs: the answer has come to tell {num_entries} tokens and likely tokens, and at most {MAX_ENTRIES}"
+            " are"
+            " told at once; ask for fewer choices (n), tokens (max_tokens) or likely ones, or for a stream of a"
+            " completion"
         )
         for stream in streams:
             stream.end(error)
@@ -139,7 +148,7 @@ def _completion_lists(
     known: Sequence[int] = (),
     size: int = 1,
 ) -> dict[str, bytes]:
-    """The lists of `completion_logprobs`, each without its brackets."""
+    """Encode the lists of `completion_logprobs` in parts, each list without its brackets."""
     at_once = max(1, ENTRIES_AT_ONCE // size)
     parts: dict[str, list[bytes]] = {name: [] for name in completion_logprobs((), token)}
     for at in range(0, len(rows), at_once):

@@ -1,7 +1,8 @@
-"""The wish of HTTP/1.1 clients for another protocol, passed over as a server may.
+"""The Upgrade header of HTTP/1.1 requests, which is hidden from the parser, as a server may ignore it.
 
-`curl --http2` sends it ("h2c"), and the parser would take the body behind it for that protocol's. Where a body ends only the
-parser knows: a wish in a request that comes in one piece with the body before it is not seen, and refused.
+`curl --http2` sends it ("h2c"), and the parser would take the request's body for data of the other protocol. Only the
+parser knows where a body ends. So an Upgrade header in a request that comes in one piece with the preceding body is not
+seen here, and that request is refused.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import re
 
 HEAD_END = b"\r\n\r\n"
 UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
-CUTS = (HEAD_END, b"\r\nupgrade:")  # of which a piece of a head may hold the beginning
+CUTS = (HEAD_END, b"\r\nupgrade:")  # a piece may end with the beginning of one of these
 
 
 class Upgrades:
-    """The heads of one connection, in pieces, with the header renamed. is_within: the last piece ended in the middle of a head."""
+    """A filter for the heads of one connection, which come in pieces, that renames the Upgrade header.
+
+    is_within: the last piece ended in the middle of a head.
+    """
 
     def __init__(self) -> None:
         self.is_within = False
-        self._kept = b""  # the end of a piece, which the next one may go on with
+        self._kept = b""  # the end of the last piece, which may continue in the next one
 
     def passed_over(self, data: bytes) -> tuple[bytes, bytes]:
-        """The next piece of a head, and what follows that head; bytes at the end of a piece may come with the next."""
+        """Return the next piece of a head, filtered, and the bytes after that head; a few bytes may be held back."""
         data = self._kept + data
         end = data.find(HEAD_END)
         self.is_within = end < 0
@@ -32,7 +36,7 @@ class Upgrades:
 
 
 def _num_begun(data: bytes) -> int:
-    """How many bytes at the end may be the beginning of what is looked for."""
+    """Return how many bytes at the end of the data may be the beginning of one of CUTS."""
     longest = min(len(data), max(map(len, CUTS)) - 1)
     ends = ((count, data[-count:].lower()) for count in range(longest, 0, -1))
     return next((count for count, end in ends if any(cut.startswith(end) for cut in CUTS)), 0)

@@ -1,7 +1,7 @@
-"""The page at `/`: a playground, a dashboard and the artifact's story.
+"""The web page at `/` with a playground, a dashboard and a report about the artifact.
 
-Its files are as they are written, without a build step, and ask nobody but this server. They need no key; what they
-ask for with a key that somebody typed in does.
+Its files are served as they are written, without a build step, and send requests to this server only. The files need no
+API key; their requests use the key that the user typed in.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from inferc.serve.models.models import Models
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).with_name("web")
-FILES = "/web/"  # where the page's files are
+FILES = "/web/"  # URL of the page's files
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing from elsewhere is loaded or asked, no other site may frame it, and no text that a model wrote runs.
+# The page may load from and connect to this server only; no other site may frame it; text of a model never runs as
+# code.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -40,7 +41,7 @@ HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # asked for again each time, and answered with 304: an upgraded server has one page
+    "cache-control": "no-cache",  # revalidated each time (304), so that after an upgrade all files are new
 }
 
 
@@ -63,12 +64,12 @@ class PageFile:
 
 
 def is_page(path: str) -> bool:
-    """Whether it is a part of the page, which needs no key."""
+    """Return whether a path is part of the page, which needs no API key."""
     return path == "/" or path.startswith(FILES)
 
 
 def page_routes(models: Models) -> APIRouter:
-    """The page's files, and what an artifact tells of itself."""
+    """Return the routes of the page's files and of the reports about artifacts."""
     files = {path.name: PageFile.read(path) for path in sorted(FOLDER.iterdir()) if path.suffix in MEDIA_TYPES}
     routes = APIRouter()
 
@@ -84,13 +85,13 @@ def page_routes(models: Models) -> APIRouter:
 
     @routes.get("/artifact", tags=["server"])
     async def artifact(model: str = "") -> Response:
-        """What the compiler did: passes, certificate, memory, kernels."""
+        """Report what the compiler did: passes, certificate, memory, kernels."""
         found = await story(models.get(model))
         return Response(json.dumps(found).encode(), media_type="application/json")
 
     @routes.get("/artifact/graphs/{name}", tags=["server"])
     async def graph(name: str, model: str = "") -> Response:
-        """The program after a pass, as text."""
+        """Return the program after a pass, as text."""
         try:
             text = await READING.run(partial(graph_text, models.get(model).artifact, name))
         except ArtifactError as error:

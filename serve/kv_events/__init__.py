@@ -1,1 +1,1 @@
-"""KV events for those who route by them."""
+"""The KV events of the engines, for routers that send requests to the server that has their prefix cached."""

@@ -1,7 +1,7 @@
-"""The last batches of KV events, numbered, for subscribers that follow at their own pace.
+"""The log of the last batches of KV events, numbered, which subscribers read at their own pace.
 
-Whoever adds never waits for whoever reads: a subscriber holds a number, not a queue, and one that falls so far behind
-that its next batch is not kept any more is told so.
+The writer never waits for a reader: a subscriber holds only the number of its next batch, not a queue. A subscriber
+that falls so far behind that its next batch is not kept any more gets an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inferc.errors import ConfigError
 from inferc.runtime.kv_cache.events import Cleared, KvBatch
 from inferc.serve.errors import BatchesGone, EngineUnavailable
 
-NUM_KEPT = 10_000  # batches; a step makes one at most
+NUM_KEPT = 10_000  # batches that are kept; a step makes one at most
 MAX_KEPT_BYTES = 64 << 20
 READ_AT_ONCE = 64
 ENDPOINT = re.compile(r"tcp://(?:\*|[^*:/\s]+|\[[:.%\w]+\]):(\d+)|ipc://\S+")
@@ -27,7 +27,10 @@ ENDPOINT = re.compile(r"tcp://(?:\*|[^*:/\s]+|\[[:.%\w]+\]):(\d+)|ipc://\S+")
 
 @dataclass(frozen=True)
 class KvPublisherConfig:
-    """Where to publish: tcp://HOST:PORT or ipc://PATH. replay: the same, for who missed batches."""
+    """The ZeroMQ endpoint (tcp://HOST:PORT or ipc://PATH) where KV events are published, and their topic.
+
+    replay: the endpoint where subscribers ask for batches that they missed.
+    """
 
     endpoint: str
     replay: str | None = None
@@ -44,23 +47,26 @@ class KvPublisherConfig:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A batch and its number: 0, 1, 2, … since the server started."""
+    """A batch of KV events and its number, which counts from 0 since the server started."""
 
     sequence: int
     batch: KvBatch
 
 
 def block_number(name: bytes) -> int:
-    """What stands for a block's hash outside: its last eight bytes, big-endian."""
+    """Return the number by which clients know a block: the last eight bytes of its hash, big-endian."""
     return int.from_bytes(name[-8:], "big")
 
 
 class KvEventLog:
-    """Batches [first, end), of which the oldest go. Thread-safe; listeners are called on the thread of who adds."""
+    """The log of the batches [first, end), which drops the oldest ones beyond its bounds.
+
+    It is thread-safe. Listeners are called on the thread of the writer.
+    """
 
     def __init__(self, num_kept: int = NUM_KEPT, max_bytes: int = MAX_KEPT_BYTES) -> None:
-        self.epoch = time.time_ns()  # tells this numbering from that of a server before
-        self.closed: str | None = None  # why nothing more comes
+        self.epoch = time.time_ns()  # distinguishes this numbering from that of an earlier server process
+        self.closed: str | None = None  # the reason why no more batches come, once closed
         self._num_kept, self._max_bytes = num_kept, max_bytes
         self._kept: deque[Numbered] = deque()
         self._bytes = 0
@@ -70,7 +76,7 @@ class KvEventLog:
 
     @property
     def first(self) -> int:
-        """The number of the oldest batch that is kept, or `end`."""
+        """The number of the oldest batch that is kept, or `end` if there is none."""
         with self._lock:
             return self._end - len(self._kept)
 
@@ -80,7 +86,7 @@ class KvEventLog:
         return self._end
 
     def add(self, batch: KvBatch) -> None:
-        """Number a batch and wake everybody; nothing once it is closed."""
+        """Number and keep a batch unless the log is closed, and wake all listeners."""
         with self._lock:
             if self.closed is None:
                 self._append(batch)
@@ -89,11 +95,11 @@ class KvEventLog:
             wake()
 
     def clear(self) -> None:
-        """The engine is gone, and what it held; another one may come."""
+        """Add an event that the cache is empty, since the engine is gone; another engine may come."""
         self.add(KvBatch(time.time(), [Cleared()]))
 
     def close(self, reason: str) -> None:
-        """The engine is gone, or about to: what it held can not be found any more, and nothing more comes."""
+        """Add an event that the cache is empty, since the engine is gone or about to go, and accept no more batches."""
         with self._lock:
             if self.closed is None:
                 self._append(KvBatch(time.time(), [Cleared()]))
@@ -103,7 +109,7 @@ class KvEventLog:
             wake()
 
     def reopen(self) -> None:
-        """Another engine comes; its batches are numbered from where the last one ended."""
+        """Accept batches again, from another engine; the numbering continues."""
         with self._lock:
             self.closed = None
 
@@ -115,12 +121,13 @@ class KvEventLog:
             self._bytes -= self._kept.popleft().batch.num_bytes
 
     def read(self, start: int, limit: int = READ_AT_ONCE) -> list[Numbered]:
-        """At most `limit` batches from `start` on, as many as there are. Raises BatchesGone."""
+        """Return the batches from `start` on, at most `limit`; raise BatchesGone if `start` is not kept."""
         with self._lock:
             first = self._end - len(self._kept)
             if not first <= start <= self._end:
                 raise BatchesGone(
-                    f"KV events from {start} on are not here: kept are {first} to {self._end - 1}, and {self._end} comes"
+                    f"KV events from {start} on are not here: kept are {first} to {self._end - 1}, and {self._end}"
+                    " comes"
                     " next; forget what you know of this server, and subscribe again"
                 )
             end = min(start + limit, self._end)
@@ -128,7 +135,7 @@ class KvEventLog:
 
     @contextmanager
     def listening(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Have `wake` called whenever there is something new, on any thread; it must not wait."""
+        """Call `wake` for every new batch while the body runs, on any thread; `wake` must not block."""
         with self._lock:
             self._listeners.append(wake)
         try:
@@ -138,17 +145,20 @@ class KvEventLog:
                 self._listeners.remove(wake)
 
     async def follow(self, start: int) -> AsyncGenerator[Numbered, None]:
-        """Batches from `start` on, without end. Raises BatchesGone, or EngineUnavailable after the last one."""
+        """Yield the batches from `start` on, as they come.
+
+        Raises BatchesGone, and EngineUnavailable after the last batch of a log that was closed.
+        """
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits for this
                 loop.call_soon_threadsafe(news.set)
 
         with self.listening(wake):
             while True:
                 news.clear()
-                reason = self.closed  # before reading: what was added before it is read then
+                reason = self.closed  # read before the batches, so that none added before the close is missed
                 batches = self.read(start)
                 for numbered in batches:
                     yield numbered

@@ -1,8 +1,9 @@
-"""KV events over ZeroMQ, in the form that vLLM's publisher gave them and routers for it read.
+"""The publisher of KV events over ZeroMQ, in the format of vLLM's publisher, which routers for vLLM read.
 
-PUB: three frames, (topic, sequence as 8 bytes big-endian, msgpack of [time, events, data-parallel rank]); an event is an
-array that begins with its name. ROUTER, for who missed some: asked (empty, first sequence), it answers (empty, topic,
-sequence, msgpack) for each batch that is kept from there on, then (empty, empty, -1, empty).
+The PUB socket sends three frames: topic, sequence number (8 bytes, big-endian), and msgpack of [time, events,
+data-parallel rank]. An event is an array that begins with its name. The ROUTER socket is for subscribers that missed
+batches: to (empty, first sequence number) it answers (empty, topic, sequence number, msgpack) for each batch that is
+kept from there on, then (empty, empty, -1, empty).
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from inferc.serve.kv_events.log import NUM_KEPT, READ_AT_ONCE, KvEventLog, KvPub
 log = logging.getLogger(__name__)
 
 END = (-1).to_bytes(8, "big", signed=True)
-RANK = 0  # data-parallel; a server has one scheduler
-SEND_QUEUE = 1000  # batches to a subscriber that does not read; it misses what comes beyond
-LINGER_MS = 500  # for the last batch to leave
+RANK = 0  # the data-parallel rank: a server has one scheduler
+SEND_QUEUE = 1000  # batches queued for a subscriber that does not read; it misses further ones
+LINGER_MS = 500  # time to send the last batch at the end
 
 
 class KvPublisher:
-    """Publishes what is in `events`, on a thread of its own, from `start` on.
+    """The publisher of the batches in `events`, which runs on a thread of its own after `start`.
 
-    The addresses are taken at once, so that what is wrong with them is known before a model is loaded. Raises ConfigError.
+    The addresses are bound at once, so that an error is known before a model is loaded. Raises ConfigError.
     """
 
     def __init__(self, config: KvPublisherConfig, events: KvEventLog) -> None:
@@ -44,13 +45,13 @@ class KvPublisher:
             os.set_blocking(end, False)
         try:
             self._pub = self._bind(zmq.PUB, config.endpoint, SEND_QUEUE)
-            # Two whole answers fit: a ROUTER drops what a client's queue has no room for.
+            # The queue has room for two complete answers: a ROUTER drops messages when a client's queue is full.
             self._router = None if config.replay is None else self._bind(zmq.ROUTER, config.replay, 2 * NUM_KEPT)
         except ConfigError:
             self._free()
             raise
-        self._next = 0  # to be published
-        self._asked: tuple[bytes, int, int] | None = None  # by whom, and which [start, end) are left to replay
+        self._next = 0  # number of the next batch to publish
+        self._asked: tuple[bytes, int, int] | None = None  # replay in progress: client, and the rest [start, end)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="inferc-kv-events", daemon=True)
 
@@ -74,7 +75,7 @@ class KvPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish what is left, and let go of the addresses."""
+        """Publish the remaining batches, and release the addresses."""
         self._stopping = True
         self._wake()
         if self._thread.ident is not None:
@@ -87,7 +88,7 @@ class KvPublisher:
             os.close(end)
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # the pipe is full: it wakes up anyway
+        with suppress(BlockingIOError):  # the pipe is full, so the thread wakes up anyway
             os.write(self._wake_end, b"x")
 
     def _run(self) -> None:
@@ -96,7 +97,7 @@ class KvPublisher:
         if self._router is not None:
             poller.register(self._router, zmq.POLLIN)
         with self._events.listening(self._wake):
-            is_behind = True  # what was added before this listened
+            is_behind = True  # there may be batches from before this listened
             while not self._stopping or is_behind:
                 ready = dict(poller.poll(0 if is_behind or self._asked else None))
                 if self._woken in ready:
@@ -108,10 +109,10 @@ class KvPublisher:
                     self._asked = self._request()
 
     def _publish(self) -> bool:
-        """Publish some batches; whether there may be more."""
+        """Publish some batches, and return whether there may be more."""
         try:
             batches = self._events.read(self._next)
-        except BatchesGone:  # subscribers see the gap in the numbers
+        except BatchesGone:  # subscribers notice the gap in the sequence numbers
             log.warning("KV events were lost: they came faster than they could be published")
             self._next = self._events.first
             return True
@@ -129,14 +130,14 @@ class KvPublisher:
         return frames[0], int.from_bytes(frames[2], "big"), self._next
 
     def _replay(self, client: bytes, start: int, end: int) -> None:
-        """A part of an answer, so that what is new waits for little; it begins with the first that is kept."""
+        """Send a part of a replay, only a part so that new batches do not wait long; it skips batches not kept."""
         assert self._router is not None
         start = max(start, self._events.first)
         if start >= end:
             self._router.send_multipart((client, b"", b"", END, b""))
             self._asked = None
             return
-        with suppress(BatchesGone):  # they went just now: go on with those behind
+        with suppress(BatchesGone):  # they were dropped just now: the next call goes on with later ones
             for numbered in self._events.read(start, min(READ_AT_ONCE, end - start)):
                 self._router.send_multipart((client, b"", self._topic, *_frames(numbered)))
                 start = numbered.sequence + 1
@@ -148,17 +149,17 @@ def _frames(numbered: Numbered) -> tuple[bytes, bytes]:
 
 
 def encode(batch: KvBatch) -> bytes:
-    """A batch as subscribers of vLLM's publisher decode it."""
+    """Encode a batch in the form that subscribers of vLLM's publisher decode."""
     return msgspec.msgpack.encode((batch.time, [_event(event) for event in batch.events], RANK))
 
 
 def _event(event: CacheEvent) -> tuple[Any, ...]:
-    """An event's name, then its fields in their order; those that no router needs from us are None."""
+    """Return an event's name followed by its fields in vLLM's order; fields that do not apply here are None."""
     if isinstance(event, Stored):
         hashes = [block_number(name) for name in event.names]
         parent = None if event.parent is None else block_number(event.parent)
         ids = np.frombuffer(event.token_ids, "<i4").tolist()
-        # The salt is a key of the first block; those behind have it by their parent.
+        # The salt is an extra key of a sequence's first block; later blocks depend on it through their parent's hash.
         keys = [[event.salt], *[None] * (len(hashes) - 1)] if event.salt and parent is None else None
         lora_id = lora_name = None
         return "BlockStored", hashes, parent, ids, event.block_size, lora_id, event.medium, lora_name, keys

@@ -1,1 +1,1 @@
-"""The models of a server and the requests at work on them."""
+"""The models of a server, and the requests that run on them."""

@@ -1,8 +1,9 @@
-"""The mapped files of a served artifact, beside what they were: cut short, overwritten, replaced or gone while it runs.
+"""The watch over the mapped files of a served artifact, which notices that one was truncated, changed or removed.
 
-A step reads weights where the system maps their file. A page that is no longer in the file ends the engine by SIGBUS, and one that
-was overwritten is in the next answer. So their sizes and times are looked at now and then, and a file that changed is hashed:
-here by reading it, since the server itself must not touch a page that may not be there.
+A step reads the weights directly from the memory mapping of their file. Reading a page that is no longer in the file
+kills the engine with SIGBUS, and a page that was overwritten changes the next answer. So the sizes and times of the
+files are compared from time to time, and a file that changed is hashed. The server reads it with `pread` to do so: it
+must not touch a mapped page that may be gone.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from inferc.manifest import CHUNK_BYTES
 from inferc.runtime.artifact.files import ChunkSums, checked_path, damaged, digest_of
 from inferc.runtime.artifact.load import Artifact
 
-PIECE_BYTES = 1 << 20  # read at once
+PIECE_BYTES = 1 << 20  # size of one read while a file is hashed
 
 
 @dataclass(frozen=True)
 class FileFault:
-    """What is wrong with a file. in_place: an engine that runs reads it, and not what lay there before."""
+    """A fault of an artifact's file.
+
+    in_place: the running engine has this very file mapped, so it reads the damaged bytes and not those of before.
+    """
 
     reason: str
     in_place: bool
@@ -31,7 +35,7 @@ class FileFault:
 
 @dataclass(frozen=True)
 class _Identity:
-    """What changes with a file: it is another one, or somebody has written to it."""
+    """The metadata of a file that differs once the file was replaced or written to."""
 
     device: int
     inode: int
@@ -46,29 +50,35 @@ class _Identity:
 
 
 class ArtifactWatch:
-    """The mapped files of an artifact, as they were when it was loaded; what an engine maps is taken to be these."""
+    """The mapped files of an artifact as they were when it was loaded; an engine is assumed to map these files."""
 
     def __init__(self, artifact: Artifact) -> None:
         self._folder, self._sums = artifact.path, artifact.sums
         self._sizes = {name: len(data) for name, data in artifact.maps.items()}
-        self._known: dict[str, _Identity] = {}  # of files that are as they were, as far as anybody knows
-        self._hashed: set[str] = set()  # of those, the ones that were hashed here
-        self._mapped: dict[str, tuple[int, int]] = {}  # device and inode of what an engine reads
-        self._bad: dict[str, tuple[_Identity, str]] = {}  # files that were hashed and are not as they were, and why
-        self._lock = threading.Lock()  # one look at a time
+        self._known: dict[str, _Identity] = {}  # identities of the files that are unchanged as far as is known
+        self._hashed: set[str] = set()  # names in `_known` whose contents were hashed here
+        self._mapped: dict[str, tuple[int, int]] = {}  # device and inode of each file that the engine has mapped
+        self._bad: dict[str, tuple[_Identity, str]] = {}  # files whose hash is wrong: identity then, and the reason
+        self._lock = threading.Lock()  # lets one check run at a time
         for name in self._sums:
-            with suppress(OSError):  # it has just gone: the first look says so
+            with suppress(OSError):  # the file has just been removed: the first check reports it
                 self._known[name] = _Identity.of(self._folder / name)
         self.mapped_anew()
 
     def fault(self, thorough: bool = False) -> FileFault | None:
-        """What is wrong now, if anything; waits for the disk where a file has changed, or thorough, was never hashed."""
+        """Return a fault of the files if there is one, preferably one that the running engine reads.
+
+        It reads the whole of each file that has changed; with `thorough`, also of each that was never hashed here.
+        """
         with self._lock:
             faults = [fault for name in self._sums if (fault := self._look(name, thorough)) is not None]
         return min(faults, key=lambda fault: not fault.in_place, default=None)
 
     def mapped_anew(self) -> None:
-        """An engine has been started, of the files that are there now. Waits for the disk, and for no look."""
+        """Note that a new engine has mapped the files that are there now.
+
+        This waits for the disk, but not for a check that is running.
+        """
         mapped = {}
         for name in self._sums:
             with suppress(OSError):
@@ -102,13 +112,13 @@ class ArtifactWatch:
     def _is_mapped(self, name: str) -> bool:
         try:
             found = (self._folder / name).stat()
-        except OSError:  # an engine keeps what it has mapped
+        except OSError:  # the file is gone, and the engine keeps its mapping of the old one
             return False
         return self._mapped.get(name) == (found.st_dev, found.st_ino)
 
 
 def _check_sums(path: Path, sums: ChunkSums) -> None:
-    """Raises ArtifactError for a file of which a chunk is not as it was, OSError for one that cannot be read."""
+    """Raise ArtifactError for a file with a chunk that has changed, and OSError for a file that cannot be read."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         memory = memoryview(bytearray(CHUNK_BYTES))

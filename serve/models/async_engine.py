@@ -1,7 +1,7 @@
-"""The engine for asyncio: requests in from any task, text out as async iterators.
+"""The asyncio front end of the engine: any task may submit requests, and text comes back through async iterators.
 
-The engine runs in a process of its own, which may die and be started again (supervisor.py). One thread here waits for
-what it sends; everything else happens on the event loop, so nothing needs a lock.
+The engine runs in a process of its own, which may die and be restarted (supervisor.py). One thread here waits for
+its messages. Everything else happens on the event loop, so nothing needs a lock.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ from inferc.runtime.text.tokenizer import Text
 from inferc.serve.errors import EngineUnavailable, NoPlace, QueueFull, RequestAborted, RequestIdInUse, RequestTimeout
 from inferc.serve.models.metrics import Ended, ModelMetrics
 from inferc.serve.models.queue_forecast import QueueForecast
-from inferc.serve.models.streams import EngineLike, Errand, ModelFacts, Stream, Work
+from inferc.serve.models.streams import EngineLike, EngineTask, ModelFacts, ScoringTask, Stream
 
 log = logging.getLogger(__name__)
 
-MAX_SEQUENCES = 1024  # of all requests, running and waiting; more are refused
-MAX_LISTED = 16 * MAX_ITEMS  # token ids in the parameters of them all; each takes some 40 bytes
-STATS_SECONDS = 10.0  # for the engine to tell its counters
-TAKEN_AT_ONCE = 8  # requests that the engine has something for, before others have their turn of the event loop
-MAX_STARTS = 3  # of a request whose engines die: after that, it may be what they die of
+MAX_SEQUENCES = 1024  # running and waiting sequences of all requests together; a request beyond that is refused
+MAX_LISTED = 16 * MAX_ITEMS  # token ids in the parameters of all requests together; each takes about 40 bytes
+STATS_SECONDS = 10.0  # time limit for the engine's answer to a request for its counters
+TAKEN_AT_ONCE = 8  # requests whose events are handled before other tasks get a turn of the event loop
+MAX_STARTS = 3  # starts of one request whose engine dies each time: beyond that, it may be the cause of the deaths
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """Why no more requests are taken, in words for clients. late: for those whose requests had no time to end."""
+    """The reason why no more requests are accepted, worded for clients.
+
+    now: the text for a new request. late: the text for a running request that did not end in time.
+    """
 
     now: str
     late: str
@@ -54,17 +57,20 @@ UNLOAD = Leaving(
     "the model is being unloaded and takes no new requests", "the model was unloaded before the request was done"
 )
 State = Literal["starting", "serving", "asleep", "draining", "damaged", "dead"]
-CLOSED: tuple[State, ...] = ("damaged", "dead")  # nothing is taken, and nothing waits
+CLOSED: tuple[State, ...] = ("damaged", "dead")  # states in which requests are refused, and none waits for an engine
 
 
 class AsyncEngine:
-    """Requests by id, on one event loop. What the engine says comes in by `_sink`, from a thread of its client's.
+    """The requests of a model by id, on one event loop; the engine's events come in through `_sink`.
 
-    While there is no engine (it starts, starts again, or sleeps) requests wait for it: `attach` starts them. One of which
-    nothing has come is started again when its engine dies, MAX_STARTS times in all.
+    `_sink` is called on a thread of the engine's client. While there is no engine (it starts, restarts, or sleeps)
+    requests wait for it: `attach` starts them. A request that has brought no output yet is started again when its
+    engine dies, MAX_STARTS times in all.
 
-    text may be set later, before the first request. wanted: called when a request waits for an engine that sleeps; rested: when
-    nothing is at work any more. used_at: when a request last began or ended, or the engine came, on the monotonic clock.
+    text may be set later, before the first request.
+    wanted is called when a request waits for an engine that sleeps.
+    on_idle is called when no request is running any more.
+    used_at is when a request last began or ended, or an engine was attached, on the monotonic clock.
     """
 
     text: Text
@@ -79,63 +85,66 @@ class AsyncEngine:
         on_over: Callable[[Stream, Ended], None] = lambda stream, ended: None,
         max_queue_seconds: float | None = None,
     ) -> None:
-        """on_over hears of every request that is over. max_queue_seconds: until the first token, as far as can be foreseen; who would wait longer is refused."""
+        """Set up an engine front end on the running event loop, without an engine yet.
+
+        on_over is called for every request that is over.
+        max_queue_seconds: a request is refused if its forecast time to the first token is longer; None: no limit.
+        """
         self.client: EngineLike | None = None
         if text is not None:
             self.text = text
         self.facts = facts
         self.state: State = "starting"
-        self.reason = ""  # of being dead or damaged
-        self._leaving = SHUTDOWN  # why it drains
+        self.reason = ""  # why the state is "dead" or "damaged"
+        self._leaving = SHUTDOWN  # why the state is "draining"
         self.metrics = metrics or ModelMetrics()
         self.queue = QueueForecast()
         self._on_over = on_over
         self._max_queue_seconds = max_queue_seconds
         self.wanted = wanted
-        self.rested: Callable[[], None] = lambda: None
+        self.on_idle: Callable[[], None] = lambda: None
         self.used_at = time.monotonic()
-        self._is_held = False  # what comes waits, though there is an engine
+        self._is_held = False  # new requests wait even though there is an engine
         self._rest = asyncio.Event()
         self._rest.set()
         self._loop = asyncio.get_running_loop()
         self._max_sequences = max_sequences
-        self._works: dict[str, Work] = {}
-        self._parked: dict[str, Work] = {}  # of these, which wait for an engine
+        self._tasks: dict[str, EngineTask] = {}
+        self._parked: dict[str, EngineTask] = {}  # the part of `_tasks` that waits for an engine
         self._num_sequences = 0
         self._num_listed = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._incoming: deque[tuple[Work, int, Event]] = deque()  # from the engine client's thread
-        self._untaken: dict[
-            Work, list[tuple[int, Event]]
-        ] = {}  # of these, those that the loop has seen, the oldest first
+        self._incoming: deque[tuple[EngineTask, int, Event]] = deque()  # filled by the engine client's thread
+        # Events that the event loop has moved out of `_incoming` and not handled yet, the oldest request first.
+        self._untaken: dict[EngineTask, list[tuple[int, Event]]] = {}
         self._is_woken = False
 
     @property
     def num_requests(self) -> int:
-        return len(self._works)
+        return len(self._tasks)
 
     @property
     def refusal(self) -> str | None:
-        """Why no requests are taken, in words for clients; None: they are, or wait."""
+        """The reason why no requests are accepted, worded for clients; None while they are accepted or may wait."""
         if self.state == "draining":
             return self._leaving.now
         return self.reason if self.state in CLOSED else None
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the engine has nothing to do: what there is waits for it."""
-        return len(self._works) == len(self._parked)
+        """Whether the engine has nothing to do: every open request waits for an engine."""
+        return len(self._tasks) == len(self._parked)
 
     @property
     def oldest_at(self) -> float:
-        """When the oldest request that is at work came; of none, now."""
-        works = (work for name, work in self._works.items() if name not in self._parked)
-        return next((work.opened_at for work in works), time.monotonic())
+        """The time at which the oldest running request was opened; the present time if none runs."""
+        tasks = (task for name, task in self._tasks.items() if name not in self._parked)
+        return next((task.opened_at for task in tasks), time.monotonic())
 
     @property
     def num_sequences(self) -> int:
-        """Of all requests, running and waiting."""
+        """The number of sequences of all requests, running and waiting."""
         return self._num_sequences
 
     # ------------------------------------------------------------------------------------------- requests
@@ -150,11 +159,11 @@ class AsyncEngine:
         on_over: Callable[[int], None] = lambda output_tokens: None,
         max_seconds: float | None = None,
     ) -> Stream:
-        """Start a request; close the stream when done with it. news, owner, on_over: as in Stream.
+        """Start a request and return its stream, which the caller must close when done with it.
 
-        max_seconds: it fails with RequestTimeout when it has taken so long.
-        Raises RequestIdInUse, QueueFull or EngineUnavailable. What else is wrong with the request (a prompt that is
-        too long) is raised by the stream.
+        news, owner, on_over: as in Stream. max_seconds: the request fails with RequestTimeout after that long.
+        Raises RequestIdInUse, QueueFull or EngineUnavailable. Anything else that is wrong with the request (a prompt
+        that is too long, for example) is raised by the stream.
         """
         self.check_open(params.n, num_listed=params.num_listed)
         stream = Stream(self, prompt_token_ids, params, self._name(request_id), news, owner, on_over)
@@ -169,7 +178,10 @@ class AsyncEngine:
     async def score(
         self, token_ids: Sequence[int], num_top: int = 0, request_id: str = "", owner: str = "", cache_salt: str = ""
     ) -> Score:
-        """Log probabilities of the tokens of a text, and the num_top likeliest of each place. Raises as `open`."""
+        """Return the log probabilities of a text's tokens, and the num_top likeliest tokens at each position.
+
+        Raises the same errors as `open`.
+        """
 
         def send(client: EngineLike, sink: Sink) -> str:
             return client.score(token_ids, sink, num_top, cache_salt)
@@ -177,10 +189,13 @@ class AsyncEngine:
         def found(event: Event) -> Score | None:
             return event.score if isinstance(event, Scored) else None
 
-        return await self._run(Errand(self, send, found, self._name(request_id), owner))
+        return await self._run(ScoringTask(self, send, found, self._name(request_id), owner))
 
     async def embed(self, token_ids: Sequence[int], request_id: str = "", owner: str = "") -> list[float]:
-        """The vector of a text. Raises as `open`, and RequestError for a model that makes none."""
+        """Return the embedding vector of a text.
+
+        Raises the same errors as `open`, and RequestError for a model that makes no vectors.
+        """
 
         def send(client: EngineLike, sink: Sink) -> str:
             return client.embed(token_ids, sink)
@@ -188,25 +203,26 @@ class AsyncEngine:
         def found(event: Event) -> list[float] | None:
             return event.vector if isinstance(event, Embedded) else None
 
-        return await self._run(Errand(self, send, found, self._name(request_id), owner))
+        return await self._run(ScoringTask(self, send, found, self._name(request_id), owner))
 
-    async def _run(self, errand: Errand[Result]) -> Result:
+    async def _run(self, task: ScoringTask[Result]) -> Result:
         self.check_open()
-        self._begin(errand)
-        return await errand.result()
+        self._begin(task)
+        return await task.result()
 
     def check_open(self, num_sequences: int = 1, within: float | None = None, num_listed: int = 0) -> None:
-        """Raise EngineUnavailable or QueueFull if a request of so many sequences would not be taken now, and RequestError if never.
+        """Raise EngineUnavailable or QueueFull if a request would be refused now, RequestError if it always would be.
 
-        within: seconds after which nobody waits for its first token any more. num_listed: token ids in its parameters, for each
-        prompt anew.
+        within: the client waits at most this many seconds for the first token.
+        num_listed: token ids in lists of the request's parameters, counted once per prompt.
         """
         if (refusal := self.refusal) is not None:
             self.metrics.refused("unavailable")
             raise EngineUnavailable(refusal, retry_after=1.0 if self.state == "draining" else None)
-        if num_sequences > self._max_sequences:  # it would never be let in
+        if num_sequences > self._max_sequences:  # the request could never be accepted
             raise RequestError(
-                f"prompt: found {num_sequences} sequences (prompts times n), and the server lets in {self._max_sequences};"
+                f"prompt: found {num_sequences} sequences (prompts times n), and the server lets in"
+                f" {self._max_sequences};"
                 " send fewer at once"
             )
         if self._num_sequences + num_sequences > self._max_sequences:
@@ -217,13 +233,15 @@ class AsyncEngine:
             )
         if num_listed > MAX_LISTED:
             raise RequestError(
-                f"prompt: the parameters have {num_listed} token ids in lists, those of each prompt counted, and at most"
+                f"prompt: the parameters have {num_listed} token ids in lists, those of each prompt counted, and at"
+                " most"
                 f" {MAX_LISTED} are allowed; send fewer prompts at once"
             )
         if self._num_listed + num_listed > MAX_LISTED:
             self.metrics.refused("queue_full")
             raise QueueFull(
-                f"the parameters of what is running or waiting have {self._num_listed} token ids in lists, and {MAX_LISTED} are"
+                f"the parameters of what is running or waiting have {self._num_listed} token ids in lists, and"
+                f" {MAX_LISTED} are"
                 " let in; try again later"
             )
         limits = [limit for limit in (within, self._max_queue_seconds) if limit is not None]
@@ -237,7 +255,10 @@ class AsyncEngine:
             )
 
     async def stats(self) -> EngineStats:
-        """The engine's counters of now. Raises EngineUnavailable if it does not answer."""
+        """Return the engine's present counters.
+
+        Raises EngineUnavailable if the engine does not answer.
+        """
         if (client := self.client) is None:
             raise EngineUnavailable(f"the engine is {self.state}")
         answer: asyncio.Future[Event] = self._loop.create_future()
@@ -247,7 +268,7 @@ class AsyncEngine:
                 answer.set_result(event)
 
         def sink(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits for the answer
                 self._loop.call_soon_threadsafe(take, event)
 
         try:
@@ -268,33 +289,33 @@ class AsyncEngine:
         raise EngineUnavailable(event.reason if isinstance(event, Failed) else "the engine did not tell its counters")
 
     def abort(self, request_id: str, owner: str | None = None) -> bool:
-        """End a request from outside of its stream, if it is this owner's (None: whosoever); whether it was running."""
-        work = self._works.get(request_id)
-        if work is None or not work.is_open or owner not in (None, work.owner):
+        """Abort a request by its id, if it belongs to `owner` (None: any owner), and return whether it was running."""
+        task = self._tasks.get(request_id)
+        if task is None or not task.is_open or owner not in (None, task.owner):
             return False
-        self.abort_in_engine(work)
-        work.fail(RequestAborted(f"request {request_id!r} was aborted"))
+        self.abort_in_engine(task)
+        task.fail(RequestAborted(f"request {request_id!r} was aborted"))
         return True
 
-    def abort_in_engine(self, work: Work, index: int | None = None) -> None:
-        if self.client is not None and work.engine_id and work.request_id not in self._parked:
-            self.client.abort(work.engine_id, index)
+    def abort_in_engine(self, task: EngineTask, index: int | None = None) -> None:
+        if self.client is not None and task.engine_id and task.request_id not in self._parked:
+            self.client.abort(task.engine_id, index)
 
-    def forget(self, work: Work) -> None:
-        if self._works.get(work.request_id) is work:
-            del self._works[work.request_id]
-            self._parked.pop(work.request_id, None)
-            self._num_sequences -= work.num_sequences
-            self._num_listed -= work.num_listed
-            if isinstance(work, Stream):
-                self.queue.left(work.num_waiting)
-                ended = work.ended()
+    def forget(self, task: EngineTask) -> None:
+        if self._tasks.get(task.request_id) is task:
+            del self._tasks[task.request_id]
+            self._parked.pop(task.request_id, None)
+            self._num_sequences -= task.num_sequences
+            self._num_listed -= task.num_listed
+            if isinstance(task, Stream):
+                self.queue.left(task.num_waiting)
+                ended = task.ended()
                 self.metrics.ended(ended)
-                self._on_over(work, ended)
-                work.on_over(work.num_output)
-                if work.timer is not None:
-                    work.timer.cancel()
-        if not self._works:
+                self._on_over(task, ended)
+                task.on_over(task.num_output)
+                if task.timer is not None:
+                    task.timer.cancel()
+        if not self._tasks:
             self._idle.set()
         self._note_use()
 
@@ -302,59 +323,59 @@ class AsyncEngine:
         return await self._rest.wait()
 
     def _note_use(self) -> None:
-        """A request has begun, ended, or waits now."""
+        """Note that a request has begun, has ended, or has started to wait for an engine."""
         self.used_at = time.monotonic()
         if self.is_at_rest:
             self._rest.set()
-            self.rested()
+            self.on_idle()
         else:
             self._rest.clear()
 
     async def drain(self, limit_seconds: float, leaving: Leaving = SHUTDOWN) -> bool:
-        """Take no more requests and let the running ones end, at most this long. Whether all did."""
+        """Accept no more requests, wait at most limit_seconds for the running ones, and return whether all ended."""
         self._leaving = leaving
         if self.state != "dead":
             self.state = "draining"
         try:
             await asyncio.wait_for(self._idle.wait(), limit_seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             late = EngineUnavailable(leaving.late)
-            for work in list(self._works.values()):
-                self.abort_in_engine(work)
-                work.fail(late)
+            for task in list(self._tasks.values()):
+                self.abort_in_engine(task)
+                task.fail(late)
             return False
         return True
 
     def _name(self, request_id: str) -> str:
         request_id = request_id or f"r-{secrets.token_hex(8)}"
-        if request_id in self._works:
+        if request_id in self._tasks:
             raise RequestIdInUse(f"request id {request_id!r} is in use; give every request its own")
         return request_id
 
-    def _begin(self, work: Work) -> None:
-        self._works[work.request_id] = work
-        self._num_sequences += work.num_sequences
-        self._num_listed += work.num_listed
-        if isinstance(work, Stream):
-            self.queue.came(work.num_sequences, work.opened_at)
+    def _begin(self, task: EngineTask) -> None:
+        self._tasks[task.request_id] = task
+        self._num_sequences += task.num_sequences
+        self._num_listed += task.num_listed
+        if isinstance(task, Stream):
+            self.queue.came(task.num_sequences, task.opened_at)
         self._idle.clear()
         try:
-            self._start(work)
+            self._start(task)
         except BaseException:
-            self.forget(work)
+            self.forget(task)
             raise
 
-    def _start(self, work: Work) -> None:
-        """Start it, or let it wait for an engine."""
+    def _start(self, task: EngineTask) -> None:
+        """Start a request on the engine, or let it wait for one."""
         client = self.client
         if client is not None and client.stopped is None and not self._is_held:
-            work.num_starts += 1
-            with suppress(InfercError):  # it has died just now
-                work.start(client, partial(self._sink, work, work.num_starts))
+            task.num_starts += 1
+            with suppress(InfercError):  # the engine has died just now
+                task.start(client, partial(self._sink, task, task.num_starts))
                 self._note_use()
                 return
-            work.num_starts -= 1
-        self._parked[work.request_id] = work
+            task.num_starts -= 1
+        self._parked[task.request_id] = task
         self._note_use()
         if self.state == "asleep":
             self.wanted()
@@ -362,7 +383,7 @@ class AsyncEngine:
     # -------------------------------------------------------------------------------------- the engine's life
 
     def attach(self, client: EngineLike) -> None:
-        """There is an engine: start what waits for one."""
+        """Use this engine from now on, and start the requests that wait for one."""
         self.client = client
         self.used_at = time.monotonic()
         self.reason = ""
@@ -371,7 +392,7 @@ class AsyncEngine:
         self._start_parked()
 
     def hold(self) -> None:
-        """Start nothing from now on, until `release`, or until there is another engine after a sleep."""
+        """Start no more requests until `release` is called; new ones wait, although there is an engine."""
         self._is_held = True
 
     def release(self) -> None:
@@ -380,21 +401,23 @@ class AsyncEngine:
             self._start_parked()
 
     def refuse_parked(self, error: NoPlace) -> None:
-        """There will be no engine soon for what waits for one."""
+        """Fail the requests that wait for an engine, as there will be none soon."""
         parked, self._parked = self._parked, {}
-        for work in parked.values():
-            self.metrics.refusals["unavailable"] += 1  # its end is counted as any other's
-            work.fail(error)
+        for task in parked.values():
+            self.metrics.refusals["unavailable"] += 1  # its outcome is counted when it ends, as any request's is
+            task.fail(error)
 
     def _start_parked(self) -> None:
         parked, self._parked = self._parked, {}
-        for work in parked.values():
-            if work.is_open:  # not one that was aborted or late, and that its reader has not closed yet
-                self._start(work)
+        for task in parked.values():
+            if task.is_open:  # False: it was aborted or timed out, and its reader has not closed it yet
+                self._start(task)
 
     def detach(self, state: State, reason: str = "") -> None:
-        """The engine is gone, and what it sent has been taken or is on its way here. `dead`: there is no other; `damaged`:
-        there is none until the artifact's files are as they were."""
+        """Note that the engine is gone, and go into `state`; its events have been taken, or are on their way here.
+
+        "dead": no other engine will come. "damaged": none will come until the artifact's files are as they were.
+        """
         self.client = None
         if self.state != "draining" or state == "dead":
             self.state = state
@@ -404,51 +427,52 @@ class AsyncEngine:
         elif self._parked and state == "asleep":
             self.wanted()
 
-    def _fail_all(self, works: Iterable[Work]) -> None:
-        for work in list(works):
-            work.fail(EngineUnavailable(self.reason))
+    def _fail_all(self, tasks: Iterable[EngineTask]) -> None:
+        for task in list(tasks):
+            task.fail(EngineUnavailable(self.reason))
 
-    def _sink(self, work: Work, start: int, event: Event) -> None:
-        """Called on the engine client's thread. The events of a step wake the loop once."""
-        self._incoming.append((work, start, event))
+    def _sink(self, task: EngineTask, start: int, event: Event) -> None:
+        """Take an event on the engine client's thread; all events of a step wake the event loop once."""
+        self._incoming.append((task, start, event))
         if not self._is_woken:
             self._is_woken = True
-            # Raises RuntimeError once the loop is closed: nobody is left to hear it then.
+            # Raises RuntimeError once the loop is closed: nobody is left to take the event then.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._take)
 
     def _take(self) -> None:
-        """What has come for some requests; for the others once their readers, and whoever else waits for the loop, have had a turn.
+        """Handle the events of at most TAKEN_AT_ONCE requests, and leave the rest to a later turn of the event loop.
 
-        All that has come for a request meanwhile is taken together, so a loop that lags behind has fewer pieces to send.
+        In between, the readers of those requests and all other tasks get their turn. All events that have come for a
+        request are handled together, so an event loop that lags behind has fewer messages to send.
         """
-        self._is_woken = False  # before taking: what comes from here on wakes the loop again
+        self._is_woken = False  # reset before events are taken: an event that comes from here on wakes the loop again
         while self._incoming:
-            work, start, event = self._incoming.popleft()
-            self._untaken.setdefault(work, []).append((start, event))
+            task, start, event = self._incoming.popleft()
+            self._untaken.setdefault(task, []).append((start, event))
         now = time.monotonic()
-        for work in list(islice(self._untaken, TAKEN_AT_ONCE)):
-            for start, event in self._untaken.pop(work):
-                if start != work.num_starts:
-                    continue  # of an engine before
+        for task in list(islice(self._untaken, TAKEN_AT_ONCE)):
+            for start, event in self._untaken.pop(task):
+                if start != task.num_starts:
+                    continue  # the event is of an earlier start, on an engine that has died
                 if isinstance(event, Failed):
-                    self._fail(work, event)
+                    self._fail(task, event)
                 else:
-                    work.take_event(event, now)
+                    task.take_event(event, now)
         if self._untaken and not self._is_woken:
             self._is_woken = True
             self._loop.call_soon(self._take)
 
-    def _fail(self, work: Work, event: Failed) -> None:
+    def _fail(self, task: EngineTask, event: Failed) -> None:
         error = event.error
         if event.is_request_error or isinstance(error, RequestError | GenerationError | ObjectiveError):
-            work.fail(error)
-        elif self.state in CLOSED or not work.can_start:
-            work.fail(EngineUnavailable(event.reason, retry_after=1.0))
-        elif work.num_starts >= MAX_STARTS:  # to try it again would cost all others the next engines
-            died = f"the engine died {work.num_starts} times while it worked on this request; it is not started again"
-            log.error("request %s: %s: %s", work.request_id, event.reason, died)
-            work.fail(GenerationError(died))
-        elif work.is_open and self._works.get(work.request_id) is work:
-            log.warning("request %s: %s; it is started again", work.request_id, event.reason)
-            self._start(work)
+            task.fail(error)
+        elif self.state in CLOSED or not task.can_start:
+            task.fail(EngineUnavailable(event.reason, retry_after=1.0))
+        elif task.num_starts >= MAX_STARTS:  # another try might kill the next engine too
+            died = f"the engine died {task.num_starts} times while it worked on this request; it is not started again"
+            log.error("request %s: %s: %s", task.request_id, event.reason, died)
+            task.fail(GenerationError(died))
+        elif task.is_open and self._tasks.get(task.request_id) is task:
+            log.warning("request %s: %s; it is started again", task.request_id, event.reason)
+            self._start(task)

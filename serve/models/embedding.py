@@ -1,4 +1,4 @@
-"""Vectors of several texts at once, for both interfaces."""
+"""The embedding vectors of several texts at once, for the HTTP and the gRPC interface."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ MAX_DIMENSIONS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Vectors:
-    """[inputs, dimensions], and the tokens that were read for them."""
+    """The embedding vectors of a request, [inputs, dimensions], and the number of tokens that were read for them."""
 
     values: NDArray[np.float32]
     num_tokens: int
 
 
 async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimensions: Any = None) -> Vectors:
-    """The vector of each input, cut to `dimensions`. Raises RequestError, and as ServedModel.embed."""
+    """Return the embedding vector of each input, cut to `dimensions`, and normalized again if the model normalizes.
+
+    Raises RequestError, and the same errors as ServedModel.embed.
+    """
     check_inputs(model, len(inputs))
     if dimensions is not None:
         check_integer("dimensions", dimensions, 1, MAX_DIMENSIONS)
@@ -48,14 +51,17 @@ async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimension
 
 
 def check_inputs(model: ServedModel, count: int) -> None:
-    """Raise RequestError for a model that makes no vectors, and for more texts than are taken at once."""
+    """Raise RequestError for a model that makes no vectors, and for a number of texts that is not 1 to MAX_INPUTS."""
     _check_embeds(model)
     if not 1 <= count <= MAX_INPUTS:
         raise RequestError(f"input: found {count} texts; expected 1 to {MAX_INPUTS}")
 
 
 def _check_embeds(model: ServedModel) -> None:
-    """Raise RequestError for a model that makes no vectors: it was not made for them, or is not run where they are made."""
+    """Raise RequestError for a model that makes no vectors.
+
+    Either it is no embedding model, or it was compiled for a target that makes none.
+    """
     if model.embeds:
         return
     if model.artifact.model.get("pooling") is None:
@@ -65,6 +71,6 @@ def _check_embeds(model: ServedModel) -> None:
     target, ranks = model.artifact.manifest["targets"][0], len(model.artifact.ranks)
     found = f"target {target}" if ranks == 1 else f"target {target} in {ranks} ranks"
     raise RequestError(
-        f"input: model {model.name} was made for vectors of texts, but compiled for {found} it makes none: that takes the cpu"
-        " target in one rank, and a last norm whose rows are floating-point numbers"
+        f"input: model {model.name} was made for vectors of texts, but compiled for {found} it makes none:"
+        " that takes the cpu target in one rank, and a last norm whose rows are floating-point numbers"
     )

@@ -1,6 +1,6 @@
-"""What is counted of a model's requests, on the event loop: a few additions a token.
+"""The counters and histograms of a model's requests, kept on the event loop at the cost of a few additions per token.
 
-The names under which it is told are in metrics_page.py; what the engine itself counts is in EngineStats.
+The names under which they are exported are in metrics_page.py; the engine's own counters are in EngineStats.
 """
 
 from __future__ import annotations
@@ -13,24 +13,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-# In seconds. TTFT and whole requests: half a millisecond to minutes; between tokens: a tenth of that.
+# Histogram bounds in seconds. LATENCY_BOUNDS: for the time to first token and for whole requests, a millisecond to ten
+# minutes. TOKEN_BOUNDS: for the time between tokens, a millisecond to five seconds.
+# fmt: off
 LATENCY_BOUNDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0),
-    *(7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5,
+    10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
 )
 TOKEN_BOUNDS = (
-    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
-    *(0.75, 1.0, 2.5, 5.0),
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
+    0.75, 1.0, 2.5, 5.0,
 )
+# fmt: on
 LENGTH_BOUNDS = tuple(float(2**power) for power in range(18))
-# How a request ended: by an end token or stop string; at its limit; by a fault; by Abort; because its client left; never
-# begun, for want of room, time or rights; never begun, as it is wrong itself.
+# How a request ended. "stop": by an end token or a stop string. "length": at its length limit. "error": by a fault.
+# "aborted": by Abort. "left": its client disconnected. "refused": it never started, for want of room, time or rights.
+# "invalid": it never started, because the request itself was wrong.
 Outcome = Literal["stop", "length", "error", "aborted", "left", "refused", "invalid"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "error", "aborted", "left", "refused", "invalid")
 
 
 class Histogram:
-    """Counts of values by upper bounds, which are inclusive, and their sum."""
+    """A histogram: counts of values per bucket, whose upper bounds are inclusive, and the sum of the values."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -48,7 +52,7 @@ class Histogram:
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
-        """About the value below which this share of all lies, by linear interpolation within its bucket; nan of nothing."""
+        """Estimate the quantile `share` (0 to 1) by linear interpolation within its bucket; nan without values."""
         wanted, seen = share * self.count, 0
         for index, count in enumerate(self.counts):
             if count and seen + count >= wanted:
@@ -61,7 +65,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Objectives:
-    """What a request is to keep to count as good, where it does not say so itself; None: nothing."""
+    """The latency objectives that a request must meet to count as good, unless it states its own; None: none."""
 
     ttft_ms: float | None = 500.0
     tbt_ms: float | None = 100.0
@@ -69,37 +73,40 @@ class Objectives:
 
 @dataclass(frozen=True)
 class Ended:
-    """A request that is over. Times are on the monotonic clock; those of tokens are by output."""
+    """A request that is over, as the metrics count it; times are on the monotonic clock.
+
+    first_at, last_at and output_tokens have one entry for each of the request's outputs.
+    """
 
     outcome: Outcome
-    opened_at: float  # when it came to the server
+    opened_at: float  # when the request came to the server
     prompt_tokens: int
     cached_tokens: int
-    first_at: Sequence[float]  # nan where none came
+    first_at: Sequence[float]  # time of an output's first token; nan if it had none
     last_at: Sequence[float]
     output_tokens: Sequence[int]
-    queue_seconds: float | None = None  # from when it came to the engine until it was let in
-    ttft_ms: float | None = None  # its own objectives
-    tbt_ms: float | None = None
-    refusal: str = ""  # why it was refused, in a word, where that has not been counted yet
-    prepare_seconds: float = 0.0  # from when it came until it went to the engine
+    queue_seconds: float | None = None  # from its arrival at the engine until its admission
+    ttft_ms: float | None = None  # the request's own objective for the time to first token
+    tbt_ms: float | None = None  # the request's own objective for the time between tokens
+    refusal: str = ""  # code of the refusal's reason, if the refusal has not been counted yet
+    prepare_seconds: float = 0.0  # from its arrival at the server until it was handed to the engine
 
 
 @dataclass
 class ModelMetrics:
-    """Of one model, since it was loaded."""
+    """The metrics of one model since it was loaded."""
 
     objectives: Objectives = field(default_factory=Objectives)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)  # by code
-    num_good: int = 0  # of those that ended by themselves or by a fault, or were refused
+    refusals: Counter[str] = field(default_factory=Counter)  # refused requests by the code of the reason
+    num_good: int = 0  # requests that ended by themselves and met their objectives; a part of `num_counted`
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    last_at: float = 0.0  # of the last one's end, in seconds since 1970
+    last_at: float = 0.0  # when the last request ended, in seconds since 1970
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     tbt: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
-    e2e: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))  # of those that ended by themselves
+    e2e: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))  # requests that ended by themselves
     failed: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     prepare: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     queue: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
@@ -110,12 +117,14 @@ class ModelMetrics:
 
     @property
     def num_counted(self) -> int:
-        """Requests of which each was good or not: all but those that were wrong, or that their client left or somebody
-        ended."""
+        """The number of requests that count for goodput, each of which was good or not.
+
+        Not among them are invalid requests, and those that were aborted or whose client left.
+        """
         return sum(self.outcomes[each] for each in ("stop", "length", "error", "refused"))
 
     def refused(self, code: str) -> None:
-        """A request was not taken. code: why, in a word."""
+        """Count a request that was refused, under `code`, which names the reason."""
         self.outcomes["refused"] += 1
         self.refusals[code] += 1
 

@@ -1,4 +1,4 @@
-"""The models of a server: by name, loaded and unloaded while it runs."""
+"""The models of a server by name, which can be loaded and unloaded while it runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from inferc.serve.models.long_texts import BY_TURNS, check_characters, in_text_t
 from inferc.serve.models.metrics import Ended, ModelMetrics, Objectives
 from inferc.serve.models.queue_forecast import WITHIN
 from inferc.serve.models.rendering import Rendering
-from inferc.serve.models.residency import Places
+from inferc.serve.models.residency import Residency
 from inferc.serve.models.streams import ModelFacts, RequestTracer, Stream
 from inferc.serve.models.supervisor import HANG_SECONDS, Supervisor
 from inferc.serve.models.tasks import deadline, gather_some
@@ -43,16 +43,16 @@ from inferc.system.logging import REQUEST_ID, LogFormat
 
 log = logging.getLogger(__name__)
 
-# Characters that are tokenized at once, in less time than a thread costs; a text of a megabyte takes a second.
+# Characters of a text that is tokenized on the event loop: less time than a thread costs. A megabyte takes a second.
 SHORT_TEXT = 500
-TEXTS_AT_ONCE = 128  # of one call for vectors: enough to fill steps, and room for others
+TEXTS_AT_ONCE = 128  # texts of one embedding call in the engine at once: enough to fill steps, with room for others
 NAME = re.compile(r"[\w.:@+-]{1,128}")
 ModelState = Literal["unloaded", "loading", "starting", "serving", "asleep", "draining", "damaged", "dead", "unloading"]
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """An artifact, and what clients call it. Raises ConfigError for what is no name."""
+    """An artifact's path, and the name that clients use for it; ConfigError if the name is not valid."""
 
     name: str
     path: Path
@@ -60,12 +60,13 @@ class ModelSource:
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ConfigError(
-                f"model name {self.name!r}: expected letters, digits and _ . : @ + -, at most 128; name it with NAME=OUT"
+                f"model name {self.name!r}: expected letters, digits and _ . : @ + -, at most 128; name it with"
+                " NAME=OUT"
             )
 
     @staticmethod
     def parse(text: str) -> ModelSource:
-        """OUT, named as its folder, or NAME=OUT."""
+        """Parse OUT (which is named as its folder), or NAME=OUT."""
         name, equals, path = text.partition("=")
         if equals and "/" not in name:
             return ModelSource(name, Path(path))
@@ -74,23 +75,23 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How models are run, all alike."""
+    """The options with which all models of a server run."""
 
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     max_sequences: int = MAX_SEQUENCES
-    max_queue_seconds: float | None = None  # until the first token; who would wait longer is refused
+    max_queue_seconds: float | None = None  # refuse a request whose forecast time to the first token is longer
     hang_seconds: float = HANG_SECONDS
     drain_seconds: float = 30.0  # for running requests to end when a model is unloaded, or makes room for another
-    max_awake: int | None = None  # models that are awake at once; others sleep until they are asked for
-    objectives: Objectives = dataclasses.field(default_factory=Objectives)  # of goodput
+    max_awake: int | None = None  # the most models awake at the same time; others sleep until a request needs them
+    objectives: Objectives = dataclasses.field(default_factory=Objectives)  # latency objectives of goodput
     special_tokens_in_text: InText = "allow"
     log_format: LogFormat = "text"
-    log_requests: bool = False  # each that is over, at INFO
+    log_requests: bool = False  # log each request at INFO when it is over
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is told of a model, beside the limits that the engine itself knows."""
+    """The facts about a model for clients, beside the limits that the engine itself knows."""
 
     name: str
     model_type: str
@@ -100,7 +101,7 @@ class ModelInfo:
 
 
 class ServedModel:
-    """A model that is loaded: its text side here, its engine in a process that a supervisor keeps running."""
+    """A loaded model: its tokenizer and chat template here, its engine in a process that a supervisor keeps running."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class ServedModel:
         kv_events: KvEventLog | None,
         on_state: Callable[[], None],
         tracing: RequestTracer | None = None,
-        places: Places | None = None,
+        residency: Residency | None = None,
         launch: Callable[..., EngineProcess] = EngineProcess,
     ) -> None:
         config = options.engine
@@ -138,7 +139,8 @@ class ServedModel:
         )
         self._rendering = Rendering()
         self.kv_events = kv_events
-        # Whatever lies there when an engine starts again: it is the artifact whose text side is here, or it does not start.
+        # A restarted engine checks the manifest's hash: it starts only with the artifact whose tokenizer is loaded
+        # here.
         expected = {"path": str(source.path), "manifest_sha256": artifact.manifest["sha256"]}
         arguments = {**expected, **dataclasses.asdict(config)}
         on_kv_events = None if self.kv_events is None else self.kv_events.add
@@ -152,14 +154,14 @@ class ServedModel:
             return launch(arguments, on_stop=stopped, on_kv_events=on_kv_events, log_format=options.log_format)
 
         watch = ArtifactWatch(artifact)
-        self.supervisor = Supervisor(self.engine, start, options.hang_seconds, lambda _: on_state(), places, watch)
+        self.supervisor = Supervisor(self.engine, start, options.hang_seconds, lambda _: on_state(), residency, watch)
 
     @property
     def name(self) -> str:
         return self.source.name
 
     def _over(self, stream: Stream, ended: Ended) -> None:
-        """A request is over: say so to whoever reads traces or the log."""
+        """Write a request that is over to the trace and the log."""
         if self._tracing is not None:
             self._tracing.end(stream, ended, self.name, REQUEST_ID.get() or stream.request_id)
         if not log.isEnabledFor(self._log_level):
@@ -185,13 +187,13 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str:
-        """Tells this artifact from others, as OpenAI's system_fingerprint: with equal ones a seed gives equal answers."""
+        """The artifact's id, for OpenAI's system_fingerprint: with equal fingerprints a seed gives equal answers."""
         return f"inferc-{str(self.artifact.manifest['sha256'])[:12]}"
 
     async def encode(self, text: str, add_special_tokens: bool = True, is_prompt: bool = True) -> list[int]:
-        """Token ids of a text; a thread makes those of a long one, so that nobody else waits.
+        """Return the token ids of a text; a long one is tokenized on a thread, so that nobody else waits.
 
-        is_prompt: refuse a text that the model could not take.
+        is_prompt: refuse a text that is too long for the model's context.
         """
         limit = self.engine.facts.max_model_len if is_prompt else None
         return await _beside(text, partial(self.engine.text.encode, text, add_special_tokens, limit), is_prompt)
@@ -199,8 +201,11 @@ class ServedModel:
     async def encode_chat(
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None, is_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template. Raises QueueFull where others take its time, and RequestError
-        for one of more characters than are tokenized at once."""
+        """Return the token ids of a conversation, rendered by the model's chat template.
+
+        Raises QueueFull if other conversations take too long, and RequestError for more characters than are tokenized
+        at once.
+        """
 
         def render() -> str:
             check_characters(num_characters(messages) + num_characters(variables), self.engine.facts.max_model_len)
@@ -211,23 +216,23 @@ class ServedModel:
         return await _beside(text, partial(self.engine.text.encode_rendered, text, limit), is_prompt)
 
     def check_length(self, num_tokens: int, room: int = 1) -> None:
-        """Raise RequestError for a prompt of so many tokens that is too long, before anything is made of it."""
+        """Raise RequestError if a prompt of so many tokens is too long, before any work on it."""
         try:
             check_length(num_tokens, self.engine.facts.max_model_len, room)
         except RequestError:
-            if room:  # as it would be counted had the engine refused it
+            if room:  # count it just as if the engine had refused it
                 self.engine.metrics.outcomes["invalid"] += 1
             raise
 
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts, as `encode` makes them of each: a thread makes those of all where they are long together."""
+        """Return the token ids of each text as `encode` does, on a thread if the texts are long together."""
         if sum(map(len, texts)) <= SHORT_TEXT:
             return [await self.encode(text, add_special_tokens) for text in texts]
         encode, limit = self.engine.text.encode, self.engine.facts.max_model_len
         return await in_text_thread(lambda: [encode(text, add_special_tokens, limit) for text in texts])
 
     def check_open(self, params: SamplingParams, num_prompts: int = 1) -> None:
-        """AsyncEngine.check_open of a request for each prompt, within the time that the caller has."""
+        """Call AsyncEngine.check_open for one request per prompt, within the time that the caller has left."""
         self.engine.check_open(params.n * num_prompts, WITHIN.get(), params.num_listed * num_prompts)
 
     def open(
@@ -237,13 +242,17 @@ class ServedModel:
         request_id: str = "",
         news: asyncio.Event | None = None,
     ) -> Stream:
-        """Start a request in the name of who calls, within what the caller may. Raises as AsyncEngine.open, and as
-        Caller.begin."""
+        """Start a request in the caller's name, within its limits; raise as AsyncEngine.open and Caller.begin do."""
         caller = CALLER.get()
         params = self._begin(caller, len(prompt_token_ids), params)
         try:
             stream = self.engine.open(
-                *(prompt_token_ids, params, request_id, news, caller.name, caller.end),
+                prompt_token_ids,
+                params,
+                request_id,
+                news,
+                caller.name,
+                caller.end,
                 max_seconds=caller.limits.max_request_seconds,
             )
             if self._tracing is not None:
@@ -256,7 +265,7 @@ class ServedModel:
     async def score(
         self, token_ids: Sequence[int], num_top: int, request_id: str = "", cache_salt: str = "", n: int = 1
     ) -> Score:
-        """AsyncEngine.score within what the caller may. n: choices that tell of it."""
+        """Call AsyncEngine.score within the limits of the caller; n: number of choices that report the scores."""
         caller = CALLER.get()
         params = self._begin(caller, len(token_ids), SamplingParams(max_tokens=1, n=n, cache_salt=cache_salt))
         try:
@@ -266,13 +275,13 @@ class ServedModel:
             caller.end(0)
 
     def count(self, prompt_len: int, n: int = 1) -> None:
-        """A request of the caller's of which nothing is computed, begun and over. Raises as Caller.begin."""
+        """Count a request of the caller for which nothing is computed; raises the same errors as Caller.begin."""
         caller = CALLER.get()
         self._begin(caller, prompt_len, SamplingParams(max_tokens=1, n=n))
         caller.end(0)
 
     async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """AsyncEngine.embed of each, a wave at a time; together they are one request of the caller's."""
+        """Call AsyncEngine.embed for each text, TEXTS_AT_ONCE at a time; all together are one request of the caller."""
         caller, lengths = CALLER.get(), [len(each) for each in texts]
         self._begin(caller, max(lengths), SamplingParams(max_tokens=1), sum(lengths))
         try:
@@ -283,7 +292,7 @@ class ServedModel:
 
     @property
     def embeds(self) -> bool:
-        """Whether the model makes vectors of texts."""
+        """Whether the model makes embedding vectors of texts."""
         return self.pooling is not None
 
     def _begin(
@@ -296,7 +305,7 @@ class ServedModel:
             raise
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Their text. Raises RequestError for an id that the model does not have."""
+        """Return the text of token ids; raises RequestError for an id outside of the vocabulary."""
         limit = self.engine.facts.vocab_size
         for token in token_ids:
             if not 0 <= token < limit:
@@ -309,11 +318,11 @@ class ServedModel:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it answers, though it may have to wake for it."""
+        """Whether the model takes requests, even if it has to wake up for them."""
         return self.state in ("serving", "asleep") or self.supervisor.is_waking
 
     async def start(self) -> None:
-        """The longest parts at once: the tokenizer here, the weights in the engine's process. Raises what fails."""
+        """Load the tokenizer here and, at the same time, the weights in the engine's process; raise the first error."""
         starting = asyncio.create_task(self.supervisor.start())
         try:
             files, in_text = self.artifact.tokenizer, self._special_tokens_in_text
@@ -337,7 +346,7 @@ class ServedModel:
 
 
 async def _beside(text: str, encode: Callable[[], list[int]], is_prompt: bool) -> list[int]:
-    """The ids of a text; those of a long one are made in a thread, and by turns where it is no prompt."""
+    """Tokenize a text; a long one on a thread, and those that are not prompts one after another (BY_TURNS)."""
     if len(text) <= SHORT_TEXT:
         return encode()
     return await (in_text_thread(encode) if is_prompt else BY_TURNS.run(encode))
@@ -345,7 +354,7 @@ async def _beside(text: str, encode: Callable[[], list[int]], is_prompt: bool) -
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A line of the list of models: `reason` says why it is not served, where that is an error."""
+    """An entry of the list of models; `reason` says why the model is not served, if that is due to an error."""
 
     name: str
     state: ModelState
@@ -353,9 +362,9 @@ class ModelEntry:
 
 
 class Models:
-    """Models by name. What was given at the start, and what lies in `folder`, can be loaded.
+    """The models by name; those given at the start, and those in `folder`, can be loaded.
 
-    on_change is called whenever a model comes, goes, or changes its state.
+    on_change is called whenever a model is loaded, is unloaded, or changes its state.
     """
 
     def __init__(
@@ -376,19 +385,21 @@ class Models:
         self._tracing = tracing
         self._sources = {source.name: source for source in sources}
         self._served: dict[str, ServedModel] = {}
-        self._busy: dict[str, ModelState] = {}  # being loaded or unloaded
-        self._reasons: dict[str, str] = {}  # why the last try to load it failed
+        self._busy: dict[str, ModelState] = {}  # models that are being loaded or unloaded
+        self._reasons: dict[str, str] = {}  # by name: why the last attempt to load it failed
         self._unloading: dict[str, asyncio.Task[None]] = {}
-        self._locks = WeakValueDictionary[str, asyncio.Lock]()  # of names that somebody changes now
-        self._logs: dict[str, KvEventLog] = {}  # that outlive their models, as somebody publishes them
-        self._places = Places(options.max_awake, options.drain_seconds)
-        self._is_leaving = False  # the server shuts down
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()  # one for each name that is being loaded or unloaded
+        self._logs: dict[str, KvEventLog] = {}  # logs that outlive their models, since a publisher reads them
+        self._residency = Residency(options.max_awake, options.drain_seconds)
+        self._is_leaving = False  # the server is shutting down
 
     # -------------------------------------------------------------------------------------------- look-ups
 
     def get(self, name: str = "") -> ServedModel:
-        """The model that requests for `name` go to; "" is the first one that is not being unloaded, if there is one. Raises
-        NotServed or EngineUnavailable."""
+        """Return the model for requests that name `name`; "" stands for the first one that is not being unloaded.
+
+        Raises NotServed or EngineUnavailable.
+        """
         if not name and self._served:
             return next(iter((*self._staying, *self._served.values())))
         if (model := self._served.get(name)) is not None:
@@ -405,12 +416,12 @@ class Models:
 
     @property
     def _staying(self) -> list[ServedModel]:
-        """Those that are not being unloaded."""
+        """The loaded models that are not being unloaded."""
         return [model for name, model in self._served.items() if name not in self._unloading]
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are taken, by at least one model, and by all that shall be awake."""
+        """Whether there is a model, and every model that is not being unloaded takes requests."""
         models = self._staying
         return bool(models) and all(model.is_ready for model in models)
 
@@ -419,7 +430,7 @@ class Models:
         return any(model.state == "dead" for model in self._served.values())
 
     def entries(self) -> list[ModelEntry]:
-        """All that are loaded or can be."""
+        """Return an entry for each model that is loaded or can be loaded."""
         names = {**dict.fromkeys(self._served), **dict.fromkeys(self._sources), **dict.fromkeys(self._in_folder())}
         return [self._entry(name) for name in names]
 
@@ -431,17 +442,17 @@ class Models:
         return ModelEntry(name, "unloaded", self._reasons.get(name, ""))
 
     def event_log(self, name: str) -> KvEventLog:
-        """Where the KV events of this model go, whenever it is loaded."""
+        """Return the log that takes the KV events of this model whenever it is loaded."""
         return self._logs.setdefault(name, KvEventLog())
 
     def _open_log(self, name: str) -> KvEventLog:
-        """The log for a model that is being loaded: the one that was asked for, or one of its own."""
+        """Return the log for a model that is being loaded: the one from `event_log` if there is one, or a new one."""
         events = self._logs.get(name) or KvEventLog()
         events.reopen()
         return events
 
     def _options_of(self, name: str) -> ModelOptions:
-        """Of several models each has a folder of its own on the disk: two engines cannot share one."""
+        """Return the options of a model; of several models, each gets its own folder for KV on disk (never shared)."""
         engine = self.options.engine
         if engine.kv_disk is None or (len(self._sources) == 1 and self.folder is None):
             return self.options
@@ -468,16 +479,16 @@ class Models:
     # ------------------------------------------------------------------------------------- loading, unloading
 
     async def load_all(self) -> None:
-        """Load what was given at the start, one after another, so that each measures the memory that is left."""
+        """Load the models given at the start, one after another, so that each measures the memory that is left."""
         for name in self._sources:
             await self.load(name)
 
     async def load(self, name: str) -> None:
-        """Load a model that is known by this name, or lies in the folder; nothing to do for one that is loaded, but if it was
-        given up, or its files are damaged: it is unloaded first. One that is being unloaded is loaded when that is over.
+        """Load a model that was given at the start or lies in the folder, unless it is loaded.
 
-        Raises NotServed for an unknown one, EngineUnavailable while the server shuts down, and what its artifact cannot be
-        loaded for.
+        A loaded model that was given up, or whose files are damaged, is unloaded first. A model that is being
+        unloaded is loaded again after that. Raises NotServed for an unknown name, EngineUnavailable while the server
+        shuts down, and the error for which the artifact cannot be loaded.
         """
         async with self._lock(name):
             if (unloading := self._unloading.get(name)) is not None:
@@ -511,17 +522,18 @@ class Models:
         artifact = await asyncio.to_thread(load_artifact, source.path, trusted_keys=self.options.engine.trusted_keys)
         events = self._open_log(source.name) if self.options.engine.kv_events else None
         options = self._options_of(source.name)
-        model = ServedModel(source, artifact, options, events, self.on_change, self._tracing, self._places)
+        model = ServedModel(source, artifact, options, events, self.on_change, self._tracing, self._residency)
         await model.start()
         return model
 
     async def unload(self, name: str) -> None:
-        """Take no more requests for a model, let its running ones end, and free its memory. Raises NotServed.
+        """Accept no more requests for a model, let its running ones end, and free its memory.
 
-        It goes on when whoever asked for it waits no longer; who asks again waits for the same.
+        The unloading goes on even if its caller is cancelled; a second call waits for the same unloading. Raises
+        NotServed.
         """
         if name not in self._unloading:
-            async with self._lock(name):  # a load that is under way comes first
+            async with self._lock(name):  # wait for a load that is under way
                 if (model := self._served.get(name)) is None:
                     raise NotServed(f"model {shown(name, 150)} is not loaded; this server has {self._listed()}")
                 if name not in self._unloading:
@@ -543,22 +555,22 @@ class Models:
             self._set_busy(name, None)
 
     async def sleep(self, name: str) -> None:
-        """Give a model's memory back until somebody asks for it. Raises NotServed or EngineUnavailable."""
+        """Free a model's memory until a request needs it; raises NotServed or EngineUnavailable."""
         await self.get(name).supervisor.sleep()
 
     async def wake(self, name: str) -> None:
-        """Return when a model that slept takes requests."""
+        """Wake a model, and return when it takes requests."""
         await self.get(name).supervisor.wake()
 
     async def drain(self, limit_seconds: float) -> bool:
-        """Let the running requests of all models end; take no new ones, and load no models. Whether all did."""
+        """Accept no requests and load no models any more, and return whether all running requests ended in time."""
         self._is_leaving = True
         done = await asyncio.gather(*(model.engine.drain(limit_seconds) for model in self._served.values()))
         return all(done)
 
     async def close(self) -> None:
         self._is_leaving = True
-        models, self._served = list(self._served.values()), {}  # with those that are being unloaded
+        models, self._served = list(self._served.values()), {}  # including those that are being unloaded
         unloading = list(self._unloading.values())
         for task in unloading:
             task.cancel()

@@ -1,5 +1,7 @@
-"""How long a request would wait for its first token, by how fast others have got theirs: so that who would wait in vain is
-told at once."""
+"""A forecast of a request's time to first token, from how fast other requests got theirs.
+
+A request that would wait longer than it may is refused at once.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,21 @@ from collections import deque
 from contextvars import ContextVar
 
 WINDOW_SECONDS = 10.0
-MOST_FIRSTS = 4096  # first tokens that are remembered
-# Seconds that the call which runs has left, where its client said so.
+MOST_FIRSTS = 4096  # first tokens whose times are remembered
+# Seconds that the present call has left, if its client set a deadline.
 WITHIN: ContextVar[float | None] = ContextVar("WITHIN", default=None)
 
 
-# When the call that runs came to the server, on the monotonic clock.
+# When the present call came to the server, on the monotonic clock.
 ARRIVED_AT: ContextVar[float | None] = ContextVar("ARRIVED_AT", default=None)
 
 
 class QueueForecast:
-    """Counts sequences that wait for a first token, and how fast first tokens come while any do. Times in seconds."""
+    """A count of the sequences that wait for a first token, and of how fast first tokens come; times in seconds."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
-        self._since = 0.0  # somebody waits
+        self._since = 0.0  # start of the present period in which some sequence waits
         self._firsts: deque[float] = deque(maxlen=MOST_FIRSTS)
 
     def came(self, count: int, now: float) -> None:
@@ -35,15 +37,16 @@ class QueueForecast:
         self._firsts.append(now)
 
     def left(self, count: int) -> None:
-        """Sequences went that had no token."""
+        """Subtract sequences that ended without a token."""
         self.num_waiting -= count
 
     def seconds(self, now: float, num_running: int = 0) -> float:
-        """Until a sequence that came now would get its first token: at the rate of the last seconds, behind all that wait.
+        """Return how long a sequence that came now would wait for its first token, behind all that wait already.
 
-        Where none has come since they began to wait, as long as they have waited: it is that at least. num_running: sequences
-        that have their first token. They may have begun together, and will then end together, longer ago than the last
-        seconds: the rate is at least theirs.
+        The rate is that of the last WINDOW_SECONDS. If no first token has come since the sequences began to wait, the
+        forecast is how long they have waited, which is a lower bound.
+        num_running: sequences that have their first token. They may have started together longer ago than the window,
+        and will then end together; so the window reaches back to the last num_running first tokens.
         """
         if not self.num_waiting:
             return 0.0

@@ -1,4 +1,7 @@
-"""Conversations of one model become text on a thread of their own: a template that takes long delays that model's alone."""
+"""The rendering of a model's conversations by its chat template, on a thread of its own.
+
+A template that takes long delays only the conversations of its own model.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,25 @@ from inferc.errors import RequestError
 from inferc.serve.errors import EngineUnavailable, QueueFull
 from inferc.serve.models.async_engine import UNLOAD, Leaving
 
-MAX_WAITING = 1024  # conversations of one model, as many as it has sequences
-MAX_SECONDS = 10.0  # for the turn of a conversation to come and to end; one takes half of that at most
+MAX_WAITING = 1024  # conversations of one model that wait: as many as it may have sequences
+MAX_SECONDS = 10.0  # time limit for waiting and rendering together; one rendering takes half of that at most
 
 Result = TypeVar("Result")
 
 
 class Rendering:
-    """The conversations of a model, one at a time."""
+    """A thread that renders the conversations of a model, one at a time."""
 
     def __init__(self, max_waiting: int = MAX_WAITING, max_seconds: float = MAX_SECONDS) -> None:
         self._pool = ThreadPoolExecutor(1, "inferc-template")
         self._num_waiting, self._max_waiting, self._max_seconds = 0, max_waiting, max_seconds
-        self._leaving: Leaving | None = None  # why it is closed
+        self._leaving: Leaving | None = None  # the reason, once closed
 
     async def run(self, make: Callable[[], Result]) -> Result:
-        """What `make` makes, on the thread. Raises QueueFull where others take too long, EngineUnavailable once it is closed, and what
-        `make` raises."""
+        """Run `make` on the thread, and return its result or raise its error.
+
+        Raises QueueFull if other conversations take too long, and EngineUnavailable once this is closed.
+        """
         if self._leaving is not None:
             raise EngineUnavailable(self._leaving.late)
         if self._num_waiting >= self._max_waiting:
@@ -39,11 +44,11 @@ class Rendering:
             await asyncio.wait((made,), timeout=self._max_seconds)
             if not made.done():
                 raise QueueFull(
-                    f"the conversation waited {self._max_seconds:g} s for the model's chat template, which takes long over others;"
-                    " come back later"
+                    f"the conversation waited {self._max_seconds:g} s for the model's chat template, which takes long"
+                    " over others; come back later"
                 )
             if self._leaving is not None and (made.cancelled() or isinstance(made.exception(), RequestError)):
-                # Its turn does not come, or the template's process was ended under it.
+                # The conversation's turn does not come, or the template's process was ended while it ran.
                 raise EngineUnavailable(self._leaving.late)
             return made.result()
         finally:
@@ -52,6 +57,6 @@ class Rendering:
             self._num_waiting -= 1
 
     def close(self, leaving: Leaving = UNLOAD) -> None:
-        """Begin nothing more; who waits, and who is at it, is told why."""
+        """Render nothing more; conversations that wait or are being rendered fail with the reason."""
         self._leaving = leaving
         self._pool.shutdown(wait=False, cancel_futures=True)

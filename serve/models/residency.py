@@ -1,9 +1,10 @@
-"""Which of several models are awake, where not all of them may be at once.
+"""The choice of which models are awake (have an engine), when not all of them may be at the same time.
 
-A model that wants to be awake gets a place in its turn. If none is free, one makes room: of those with nothing to do the one
-that was used longest ago; if all are at work, the one whose requests are the youngest begins no more of them, and whichever
-is first with nothing to do goes. What runs is never cut: who waits too long for it is refused. What a model was woken for is
-begun as it wakes, so that every turn answers something.
+Models that want to be awake get a place in the order in which they ask. If no place is free, an awake model makes room:
+of the idle ones, the one that was used longest ago. If all are busy, the one whose oldest running request is the most
+recent starts no more requests, and the first of all that becomes idle goes to sleep. A running request is never cut
+off; a model that waits too long for a place is refused. The requests that a model was woken for start as soon as it
+wakes, so that every turn answers something.
 """
 
 from __future__ import annotations
@@ -17,33 +18,36 @@ from inferc.serve.models.async_engine import AsyncEngine
 
 
 class Sleeper(Protocol):
-    """What runs an engine, and can put it to sleep (Supervisor)."""
+    """A protocol for the owner of an engine that can put it to sleep (Supervisor)."""
 
     engine: AsyncEngine
-    is_leaving: bool  # its engine is being ended, and gives its place back
+    is_leaving: bool  # the engine is being shut down and will give its place back
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody still waits for it."""
+        """Whether somebody still waits for the engine."""
 
     def make_room(self) -> None:
-        """Begin nothing more, and sleep when what runs is over."""
+        """Start no more requests, and sleep when the running ones have ended."""
 
-    def stay_awake(self) -> None:
-        """Take that back, unless it sleeps by now."""
+    def stay_resident(self) -> None:
+        """Cancel `make_room`, unless the engine sleeps by now."""
 
 
 class NotWanted(Exception):
-    """Nobody waits any more for the model that wanted a place."""
+    """An error that says that nobody waits any more for the model that wanted a place."""
 
 
-class Places:
-    """At most `limit` engines are awake; None: all that want to be. One that waits longer than `wait_seconds` is refused."""
+class Residency:
+    """The places for awake engines, at most `limit` of them (None: any number).
+
+    A model that waits longer than `wait_seconds` for a place is refused.
+    """
 
     def __init__(self, limit: int | None = None, wait_seconds: float = 30.0) -> None:
         self._limit, self._wait_seconds = limit, wait_seconds
         self._awake: list[Sleeper] = []
-        self._turn = asyncio.Lock()  # those who wait for it get it in their order
+        self._turn = asyncio.Lock()  # fair: models that wait for it get it in the order in which they came
         self._news = asyncio.Event()
 
     @property
@@ -51,7 +55,7 @@ class Places:
         return self._limit is None or len(self._awake) < self._limit
 
     def take_free(self, who: Sleeper) -> bool:
-        """Take a place if one is free, and nobody waits for it."""
+        """Take a place if one is free and nobody else waits for one; return whether it was taken."""
         if not self.has_room or self._turn.locked():
             return False
         self._awake.append(who)
@@ -64,11 +68,14 @@ class Places:
         self.look()
 
     def look(self) -> None:
-        """Something has changed: an engine has nothing to do any more, has come, died, or is wanted by nobody."""
+        """Wake the model that waits for a place: an engine became idle, started, died, or is wanted by nobody."""
         self._news.set()
 
     async def take(self, who: Sleeper) -> None:
-        """Wait for a place. Raises NoPlace if there is none in time, and NotWanted if it is for nobody any more."""
+        """Wait for a place and take it.
+
+        Raises NoPlace if there is none in time, and NotWanted if nobody waits for the model any more.
+        """
         if self._limit is None:
             self._awake.append(who)
             return
@@ -82,8 +89,8 @@ class Places:
                     left = None if is_coming else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         raise NoPlace(
-                            f"the model sleeps, and of the {self._limit} that may be awake (--max-awake) none came to rest"
-                            f" within {self._wait_seconds:g} s; try again later",
+                            f"the model sleeps, and of the {self._limit} that may be awake (--max-awake) none came to"
+                            f" rest within {self._wait_seconds:g} s; try again later",
                             retry_after=1.0,
                         )
                     await self._wait_for_news(left)
@@ -92,10 +99,13 @@ class Places:
                 self._awake.append(who)
             finally:
                 if asked is not None:
-                    asked.stay_awake()
+                    asked.stay_resident()
 
     async def _wait_for_news(self, seconds: float | None) -> None:
-        """At most this long. Not by wait_for, which may swallow a cancellation that comes along with the news."""
+        """Wait at most this long for a change.
+
+        asyncio.wait_for may swallow a cancellation that comes together with the change, so it is not used.
+        """
         self._news.clear()
         waiting = asyncio.ensure_future(self._news.wait())
         try:
@@ -104,14 +114,14 @@ class Places:
             waiting.cancel()
 
     def _ask(self, asked: Sleeper | None) -> Sleeper | None:
-        """Who is asked to make room: who was asked already, unless that one works and another does not."""
+        """Choose who makes room, and ask it to: the one asked before, unless that one is busy and another is idle."""
         leaving = next((each for each in self._awake if each.is_leaving), None)
         there = [each for each in self._awake if each.engine.client is not None]
         at_rest = [each for each in there if each.engine.is_at_rest]
         if leaving is None and (asked in at_rest or (asked in there and not at_rest)):
             return asked
         if asked is not None:
-            asked.stay_awake()
+            asked.stay_resident()
         if leaving is not None or not there:
             return leaving
         if at_rest:

@@ -1,4 +1,4 @@
-"""Requests at work: an answer as it comes, a text that is being scored, and what ends them."""
+"""The requests that run in an engine: streams of generated deltas, tasks with a single result, and their ends."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from inferc.serve.errors import NoPlace, QueueFull, RequestAborted, RequestTimeo
 from inferc.serve.models.metrics import Ended, ModelMetrics, Outcome
 from inferc.serve.models.queue_forecast import ARRIVED_AT, QueueForecast
 
-LIKELY_AT_ONCE = 1 << 12  # of a piece: to make it an event takes some milliseconds
-MAX_UNREAD = 1 << 20  # of an answer that is not read as fast as it comes, each some 120 bytes
+# Tokens and likely tokens (log probabilities) of one delta, from which an event is made in some milliseconds.
+LIKELY_AT_ONCE = 1 << 12
+# Tokens and likely tokens of an answer that its reader may leave unread; each takes about 120 bytes.
+MAX_UNREAD = 1 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What came for output `index` since the piece before it. The last piece of an output has a finish_reason."""
+class Delta:
+    """The part of output `index` that came since its previous delta; an output's last delta has a finish_reason."""
 
     index: int
     text: str
@@ -37,21 +39,21 @@ class Piece:
 
 @dataclass
 class _Pending:
-    """What of an output the reader has not taken yet."""
+    """The part of an output that the reader has not taken yet."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
-    num_likely: int = 0  # tokens and likely tokens that these tell of
+    num_likely: int = 0  # tokens and likely tokens in `logprobs`
     finish_reason: str | None = None
-    shows: bool = False  # says anything: text, log probabilities, the end
+    shows: bool = False  # has something for the reader: text, log probabilities or the end
 
-    def piece(self, index: int) -> Piece:
-        return Piece(index, "".join(self.texts), self.token_ids, self.finish_reason, self.logprobs)
+    def delta(self, index: int) -> Delta:
+        return Delta(index, "".join(self.texts), self.token_ids, self.finish_reason, self.logprobs)
 
 
 class EngineLike(Protocol):
-    """What AsyncEngine asks of an engine (an EngineClient); nothing here waits. Sinks are called on any thread."""
+    """The protocol of an engine for AsyncEngine (EngineClient): no method blocks; sinks are called on any thread."""
 
     @property
     def stopped(self) -> str | None: ...
@@ -68,30 +70,33 @@ class EngineLike(Protocol):
 
 
 class StreamOwner(Protocol):
-    """Whose streams they are: the AsyncEngine that started them, as far as they know of it."""
+    """The protocol of the owner of streams: the part of AsyncEngine that its streams use."""
 
     text: Text
     metrics: ModelMetrics
     queue: QueueForecast
 
-    def abort_in_engine(self, work: Work, index: int | None = None) -> None: ...
+    def abort_in_engine(self, task: EngineTask, index: int | None = None) -> None: ...
 
-    def forget(self, work: Work) -> None: ...
+    def forget(self, task: EngineTask) -> None: ...
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the serving side must know of the model."""
+    """The facts about a model that the server needs."""
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling parameters
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # default sampling parameters
 
 
 class StepNote(NamedTuple):
-    """A step that brought something: when it came here, the engine's number of it, how long it took on the device, and what
-    for."""
+    """A step that brought tokens of a request, noted for its trace.
+
+    at: when the tokens came here, on the monotonic clock. step: the engine's number of the step. seconds: its time on
+    the device. output and num_tokens: the index of the output, and how many tokens it got.
+    """
 
     at: float
     step: int
@@ -101,23 +106,24 @@ class StepNote(NamedTuple):
 
 
 class RequestTracer(Protocol):
-    """What notes traces of requests, as serve/observe/tracing.py does."""
+    """A protocol for a recorder of request traces, as in serve/observe/tracing.py."""
 
     def begin(self, stream: Stream, model: str) -> None:
-        """Note what belongs to a request from now on, if it is to be traced."""
+        """Begin to record a request's trace, if the request is to be traced."""
 
     def end(self, stream: Stream, ended: Ended, model: str, request_id: str) -> None:
-        """A request is over."""
+        """Finish the trace of a request that is over."""
 
 
 class Stream:
-    """One request's answer, to be iterated once.
+    """The answer to one request as a stream of deltas, which can be iterated once.
 
-    request_id is the client's name for it; the engine's own (`engine_id`) is never used twice, so what is still on its
-    way for a request of the same name cannot come here. What the reader has not taken is merged, into pieces of LIKELY_AT_ONCE
-    likely tokens at most, so that a slow reader stalls nobody; who leaves MAX_UNREAD of them is given up.
+    request_id is the client's name for the request. The engine's own id (`engine_id`) is never used twice, so events
+    that are still on their way for an earlier request of the same name cannot come here. Deltas that the reader has
+    not taken are merged, up to LIKELY_AT_ONCE likely tokens each, so that a slow reader stalls nobody. A request
+    whose reader leaves more than MAX_UNREAD likely tokens unread is ended.
 
-    news: set when there is something to take; several streams that are read together share one.
+    news: an event that is set when there is something to take; several streams that are read together share one.
     """
 
     def __init__(
@@ -130,34 +136,41 @@ class Stream:
         owner: str = "",
         on_over: Callable[[int], None] = lambda output_tokens: None,
     ) -> None:
-        """owner: whose it is, and who may abort it. on_over is called once, when it is over."""
+        """Create a stream that has not been started.
+
+        owner: the API key's name of the caller, who may abort it.
+        on_over is called once, when the request is over, with the number of its output tokens.
+        """
         self.request_id = request_id
         self.owner = owner
         self.on_over = on_over
-        self.timer: asyncio.TimerHandle | None = None  # of its time limit
-        self.traced: object = None  # what traces it keeps with it
-        self.steps: list[StepNote] | None = None  # noted where it is traced
-        self.engine_id = ""  # until it is started
+        self.timer: asyncio.TimerHandle | None = None  # ends the request at its time limit
+        self.traced: object = None  # the tracer's own state for this request
+        self.steps: list[StepNote] | None = None  # recorded if the request is traced
+        self.engine_id = ""  # empty until the request is started
         self.num_starts = 0
         self.num_sequences = params.n
         self.num_listed = params.num_listed
         self.prompt_len = len(prompt_token_ids)
         self.opened_at = time.monotonic()
-        self.arrived_at = ARRIVED_AT.get() or self.opened_at  # at the server: before its prompt was tokenized
+        self.arrived_at = (
+            ARRIVED_AT.get() or self.opened_at
+        )  # when it came to the server, before its prompt was tokenized
         self._first_at = [math.nan] * params.n
         self._last_at = [math.nan] * params.n
         self._counts = [0] * params.n
         self._queue_seconds: float | None = None
-        self._reason = ""  # of an output that ended
-        self.num_cached = 0  # of the prompt's tokens
-        self.num_forgotten: dict[int, int] = {}  # tokens that the last one of each sequence did not see
+        self._reason = ""  # finish reason of the last output that ended
+        self.num_cached = 0  # tokens of the prompt that were in the prefix cache
+        self.num_forgotten: dict[int, int] = {}  # by output: earlier tokens that its last token did not attend to
         self._engine = engine
-        self._prompt: Sequence[int] | None = prompt_token_ids  # until something came: it is not started again then
+        # None once output has come: the request cannot be restarted from then on.
+        self._prompt: Sequence[int] | None = prompt_token_ids
         self._params = params
         self._texts = [TextStream(engine.text, params) for _ in range(params.n)]
         self._running = set(range(params.n))
         self._pending: dict[int, deque[_Pending]] = {}
-        self._num_unread = 0  # likely tokens in there
+        self._num_unread = 0  # tokens and likely tokens in `_pending`
         self._error: InfercError | None = None
         self._news = news or asyncio.Event()
 
@@ -166,7 +179,7 @@ class Stream:
         return bool(self._running) and self._error is None
 
     def ended(self) -> Ended:
-        """What is to be counted of it, now that it is over."""
+        """Return the facts to be counted about this request, which is over."""
         outcome: Outcome = "left"
         if isinstance(self._error, RequestAborted):
             outcome = "aborted"
@@ -195,17 +208,17 @@ class Stream:
 
     @property
     def num_waiting(self) -> int:
-        """Outputs of which nothing has come."""
+        """The number of outputs that have no token yet."""
         return self._counts.count(0)
 
     @property
     def num_output(self) -> int:
-        """Tokens of all outputs so far."""
+        """The number of tokens of all outputs so far."""
         return sum(self._counts)
 
     @property
     def can_start(self) -> bool:
-        """Whether it can be started (again): its reader has seen nothing of it."""
+        """Whether the request can be started, or restarted: no output has come for its reader."""
         return self._prompt is not None
 
     def start(self, client: EngineLike, sink: Sink) -> None:
@@ -217,8 +230,8 @@ class Stream:
             self.push(event, now)
 
     def push(self, output: Output, now: float) -> None:
-        """Take what a step brought, at this time of the monotonic clock."""
-        if output.index not in self._running or self._error is not None:  # it ended while this was on its way
+        """Take the output of a step, which came at time `now` of the monotonic clock."""
+        if output.index not in self._running or self._error is not None:  # it ended while this event was on its way
             return
         self._prompt = None
         if output.num_cached is not None and output.index == 0:
@@ -247,7 +260,7 @@ class Stream:
             pending.logprobs += output.logprobs
             self._count_likely(pending, len(output.logprobs) * (1 + (self._params.logprobs or 0)))
         pending.finish_reason = delta.finish_reason
-        # What shows nothing yet (half a character, a possible stop string) waits for what completes it.
+        # Tokens without text so far (half a character, the start of a possible stop string) wait for the next tokens.
         if delta.text or pending.logprobs or delta.finish_reason is not None:
             pending.shows = True
             self._news.set()
@@ -278,19 +291,19 @@ class Stream:
         self._news.set()
 
     def end(self, error: InfercError) -> None:
-        """End the request, if it still runs, for this reason."""
+        """End the request with this error, if it still runs."""
         if self.is_open:
             self._engine.abort_in_engine(self)
             self.fail(error)
 
     def close(self) -> None:
-        """End the request if it still runs. Call it when done, whatever happened."""
+        """End the request if it still runs; every reader must call this when done, whatever happened."""
         if self.is_open:
             self._engine.abort_in_engine(self)
         self._engine.forget(self)
 
-    def take(self) -> Piece | None:
-        """What there is of one of the outputs, or None. Raises what ended the request once all else is taken."""
+    def take(self) -> Delta | None:
+        """Return the next delta of one of the outputs, or None; once all are taken, raise the error of the request."""
         for index in sorted(self._pending) if len(self._pending) > 1 else self._pending:
             waiting = self._pending[index]
             if waiting[0].shows:
@@ -298,24 +311,24 @@ class Stream:
                 if not waiting:
                     del self._pending[index]
                 self._num_unread -= pending.num_likely
-                return pending.piece(index)
+                return pending.delta(index)
         if self._error is not None:
             raise self._error
         return None
 
     @property
     def is_done(self) -> bool:
-        """Nothing more comes."""
+        """Whether all outputs have ended and all their deltas were taken."""
         return not self._running and not self._pending
 
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> Delta:
         while True:
             await self._news.wait()
-            if (piece := self.take()) is not None:
-                return piece
+            if (delta := self.take()) is not None:
+                return delta
             if not self._running:
                 raise StopAsyncIteration
             self._news.clear()
@@ -324,10 +337,11 @@ class Stream:
 Result = TypeVar("Result")
 
 
-class Errand(Generic[Result]):
-    """A text that is computed and brings one thing: `result` waits for it.
+class ScoringTask(Generic[Result]):
+    """A text that the engine computes for one result (scores or a vector), for which `result` waits.
 
-    start: sends it off, as EngineLike's method of the same kind; found: what an event brings, None for an event of another kind.
+    send: submits the text to an engine, by the EngineLike method of its kind.
+    found: returns the result from an event, or None for an event of another kind.
     """
 
     num_sequences = 1
@@ -367,7 +381,7 @@ class Errand(Generic[Result]):
             self._result.set_exception(error)
 
     async def result(self) -> Result:
-        """What it brought; whoever is cancelled while waiting ends the work."""
+        """Wait for the result and return it; if the waiting is cancelled, the task is aborted in the engine."""
         try:
             return await self._result
         finally:
@@ -376,4 +390,4 @@ class Errand(Generic[Result]):
             self._engine.forget(self)
 
 
-Work: TypeAlias = Stream | Errand[Any]
+EngineTask: TypeAlias = Stream | ScoringTask[Any]

@@ -1,6 +1,7 @@
-"""Keeps a model's engine process running: starts it, notices that it died or hangs, starts it again, puts it to sleep.
+"""The supervisor of a model's engine process: it starts, watches and restarts the process, and puts it to sleep.
 
-What is between two engines waits (async_engine.py). An engine that dies again and again is given up.
+It notices that the process died or hangs. Requests that come while there is no engine wait (async_engine.py). An engine
+that dies again and again is given up.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from inferc.runtime.engine.loop import Event, Stats
 from inferc.serve.errors import EngineUnavailable, NoPlace, RequestAborted
 from inferc.serve.models.artifact_watch import FileFault
 from inferc.serve.models.async_engine import AsyncEngine, State
-from inferc.serve.models.residency import NotWanted, Places
+from inferc.serve.models.residency import NotWanted, Residency
 from inferc.serve.models.streams import EngineLike
 
 log = logging.getLogger(__name__)
 
-PING_SECONDS = 1.0  # how often the engine is asked whether it still steps
-HANG_SECONDS = 60.0  # a step that lasts longer is no step any more
-START_SECONDS = 1800.0  # a start after a death or a sleep that takes longer hangs
-MAX_DEATHS = 5  # within DEATHS_WINDOW_SECONDS: then it is given up
+PING_SECONDS = 1.0  # how often the engine is asked for its counters, to see whether it still runs steps
+HANG_SECONDS = 60.0  # an engine whose step lasts longer is taken to hang
+START_SECONDS = 1800.0  # time limit of a start after a death or a sleep
+MAX_DEATHS = 5  # an engine with more deaths within DEATHS_WINDOW_SECONDS is given up
 DEATHS_WINDOW_SECONDS = 300.0
-FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0, 10.0  # before it is started again; doubled from the second death on
-FILES_SECONDS = 2.0  # how often the artifact's files are looked at
-FIRST_LOOK_SECONDS, MAX_LOOK_SECONDS = 1.0, 30.0  # at damaged ones, doubled from look to look
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0, 10.0  # pause before a restart; from the second death on it doubles
+FILES_SECONDS = 2.0  # how often the artifact's files are checked
+FIRST_LOOK_SECONDS, MAX_LOOK_SECONDS = 1.0, 30.0  # interval of checks of damaged files; it doubles each time
 
-# What clients are told, who may be anybody: what it cannot start for has names of files in it.
+# Messages for clients, who may be anybody: the real error of a failed start may name files of the server.
 NO_START = "the engine does not start; the server's log says why"
 HARMED = "the engine was killed: a file that it reads was changed"
 DAMAGED = (
@@ -43,7 +44,7 @@ GIVEN_UP = "the engine was given up, the server's log says why: restart the serv
 
 
 class EngineProcessLike(EngineLike, Protocol):
-    """What the supervisor asks of an engine's process (EngineProcess). The first three wait."""
+    """The protocol of an engine's process for the supervisor (EngineProcess); the three methods below block."""
 
     def wait_until_ready(self) -> object: ...
 
@@ -53,7 +54,7 @@ class EngineProcessLike(EngineLike, Protocol):
 
 
 class Files(Protocol):
-    """What the supervisor asks of the artifact's files (ArtifactWatch). `fault` may wait for the disk."""
+    """The protocol of the artifact's files for the supervisor (ArtifactWatch); `fault` may wait for the disk."""
 
     def fault(self, thorough: bool = False) -> FileFault | None: ...
 
@@ -61,7 +62,7 @@ class Files(Protocol):
 
 
 class NoFiles:
-    """An engine without files, of which nothing can be wrong."""
+    """The files of an engine that maps none, so that they never have a fault."""
 
     def fault(self, thorough: bool = False) -> FileFault | None:
         return None
@@ -74,10 +75,13 @@ Launch = Callable[[Callable[[str], None]], EngineProcessLike]
 
 
 class Supervisor:
-    """Runs the engine of one AsyncEngine. launch starts a process, and gets whom to tell, on any thread, that it stopped.
+    """The supervisor of the engine process behind one AsyncEngine.
 
-    on_state hears of every change of the engine's state. places: of which it takes one while there is an engine. files: those
-    that the engine maps; while one of them is damaged there is no engine, and none that serves what it should not.
+    launch: starts a process; its argument is called, on any thread, when the process has stopped.
+    on_state is called at every change of the engine's state.
+    residency: gives out the places for awake engines; this takes one as long as there is an engine.
+    files: the files that the engine maps; while one is damaged, there is no engine, so that no wrong weights are
+    served.
     """
 
     def __init__(
@@ -86,21 +90,21 @@ class Supervisor:
         launch: Launch,
         hang_seconds: float = HANG_SECONDS,
         on_state: Callable[[State], None] = lambda state: None,
-        places: Places | None = None,
+        residency: Residency | None = None,
         files: Files | None = None,
     ) -> None:
         self.engine = engine
         self._files = files or NoFiles()
-        self._told = ""  # of a file
-        self._num_looks = 0  # at damaged ones
+        self._told = ""  # the fault of a file that was logged last
+        self._num_looks = 0  # checks of the damaged files so far
         self.num_restarts = 0
-        self.num_swaps = 0  # sleeps that made room for another
-        self.is_waking = False  # started because it was asked for: it was well when it went to sleep
-        self._places = places or Places()
+        self.num_swaps = 0  # sleeps that made room for another model
+        self.is_waking = False  # starts from sleep, for a request; the engine was well when it went to sleep
+        self._residency = residency or Residency()
         self._room_asked = asyncio.Event()
-        self.is_leaving = False  # the engine ends, for a sleep
-        self._num_waking = 0  # who waits in `wake`
-        self._refusal: NoPlace | None = None  # why it was not woken
+        self.is_leaving = False  # the engine's process is being ended for a sleep
+        self._num_waking = 0  # calls of `wake` that wait
+        self._refusal: NoPlace | None = None  # why the last attempt to wake failed
         self._launch = launch
         self._hang_seconds = hang_seconds
         self._on_state = on_state
@@ -109,35 +113,37 @@ class Supervisor:
         self._died = asyncio.Event()
         self._wake = asyncio.Event()
         self._sleep_asked = asyncio.Event()
-        self._changed = asyncio.Event()  # of the state
+        self._changed = asyncio.Event()  # set whenever the engine's state changes
         self._deaths: deque[float] = deque()
         self._task: asyncio.Task[None] | None = None
         engine.wanted = self._wake.set
-        engine.rested = self._places.look
+        engine.on_idle = self._residency.look
 
     async def start(self) -> None:
-        """Start the engine and return when it takes requests; without a place for it, let it sleep until it is asked for. Raises
-        what it cannot start for."""
-        if self._places.take_free(self):
+        """Start the engine and return when it takes requests; if no place is free, let it sleep until it is needed.
+
+        Raises the error for which the engine cannot start.
+        """
+        if self._residency.take_free(self):
             await self._start_process()
         else:
             self._detach("asleep")
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """End the engine; whatever still runs fails."""
+        """End the engine's process; requests that still run fail."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
         if self._process is not None:
             await asyncio.to_thread(self._process.close)
-        self._places.leave(self)
+        self._residency.leave(self)
 
     async def sleep(self) -> None:
-        """Let running requests end, then give the engine's memory back. The next request wakes it.
+        """Let running requests end, then free the engine's memory; the next request wakes the engine.
 
-        Raises EngineUnavailable if it cannot sleep now, and RequestAborted if somebody wakes it before it does.
+        Raises EngineUnavailable if it cannot sleep now, and RequestAborted if it is woken before it sleeps.
         """
         if self.engine.state == "asleep":
             return
@@ -147,9 +153,12 @@ class Supervisor:
         await self._wait_for("asleep", self._woken)
 
     async def wake(self) -> None:
-        """Return when the engine takes requests. Raises EngineUnavailable if it is gone for good, or has no place in time."""
+        """Wake the engine, and return when it takes requests.
+
+        Raises EngineUnavailable if the engine is gone for good, or gets no place in time.
+        """
         self._sleep_asked.clear()
-        self._changed.set()  # for who waits for the sleep
+        self._changed.set()  # so that a call of `sleep` that waits sees it
         self._refusal = None
         self._num_waking += 1
         try:
@@ -158,7 +167,7 @@ class Supervisor:
             await self._wait_for("serving", lambda: self._refusal)
         finally:
             self._num_waking -= 1
-            self._places.look()
+            self._residency.look()
 
     @property
     def is_wanted(self) -> bool:
@@ -166,12 +175,12 @@ class Supervisor:
         return bool(self.engine.num_requests or self._num_waking)
 
     def make_room(self) -> None:
-        """Begin nothing more, and sleep when what runs is over, for another to be awake."""
+        """Start no more requests, and sleep when the running ones have ended, so that another model can be awake."""
         self.engine.hold()
         self._room_asked.set()
 
-    def stay_awake(self) -> None:
-        """Take `make_room` back, unless it sleeps by now."""
+    def stay_resident(self) -> None:
+        """Cancel `make_room`, unless the engine sleeps by now."""
         self._room_asked.clear()
         self.engine.release()
 
@@ -179,7 +188,7 @@ class Supervisor:
         return None if self._sleep_asked.is_set() else RequestAborted("the model was woken before it slept")
 
     async def _wait_for(self, state: State, refusal: Callable[[], InfercError | None]) -> None:
-        """refusal: why it will not come to that."""
+        """Wait until the engine is in `state`; raise the error that `refusal` returns once this cannot happen."""
         while self.engine.state != state:
             if (closed := self.engine.refusal) is not None:
                 raise EngineUnavailable(closed)
@@ -193,12 +202,12 @@ class Supervisor:
     async def _run(self) -> None:
         try:
             await self._supervise()
-        except Exception:  # a mistake here, and nobody would start an engine again: better to say so
+        except Exception:  # a bug in the supervisor: no engine would be restarted any more, so say so
             log.exception("the engine is given up")
             if self._process is not None:
                 await asyncio.to_thread(self._process.close)
             self._detach("dead", GIVEN_UP)
-            self._places.leave(self)
+            self._residency.leave(self)
 
     async def _supervise(self) -> None:
         if self.engine.client is None and not await self._wake_up():
@@ -220,7 +229,7 @@ class Supervisor:
                 return
 
     async def _start_again(self, why: str) -> bool:
-        """Start the engine after a death, and again if it does not start; False: it is given up."""
+        """Restart the engine after a death, and try again while it fails to start; return False if it is given up."""
         while True:
             if len(self._deaths) > MAX_DEATHS:
                 within = max(DEATHS_WINDOW_SECONDS, time.monotonic() - self._deaths[0])  # starts may take long
@@ -230,9 +239,11 @@ class Supervisor:
                 )
                 log.error("%s", reason)
                 self._detach("dead", reason)
-                self._places.leave(self)
+                self._residency.leave(self)
                 return False
-            thorough = len(self._deaths) > 1  # it may die of what nobody has written to since it was loaded
+            # From the second death on, also hash files that look unchanged: the engine may die of a file that was
+            # damaged without a write since it was loaded.
+            thorough = len(self._deaths) > 1
             fault = await asyncio.to_thread(self._files.fault, thorough)
             if fault is not None:
                 await self._outlast(fault.reason)
@@ -241,10 +252,10 @@ class Supervisor:
             started = time.monotonic()
             try:
                 await self._start_process(START_SECONDS)
-            except ArtifactError as error:  # of a file that is read and not mapped
+            except ArtifactError as error:  # a fault of a file that is read and not mapped
                 await self._outlast(str(error), looks_again=False)
                 continue
-            except (InfercError, OSError) as error:  # OSError: no memory for a process, say
+            except (InfercError, OSError) as error:  # OSError: no memory for a process, for example
                 log.error("the engine does not start again: %s", error)
                 why = NO_START
                 self._deaths.append(time.monotonic())
@@ -254,12 +265,13 @@ class Supervisor:
             return True
 
     async def _outlast(self, reason: str, looks_again: bool = True) -> None:
-        """Refuse requests until the artifact's files are as they were; what ended of them is no death of the engine's.
+        """Refuse requests until the artifact's files are as they were.
 
-        looks_again False: another start shows whether they are; wait for as long as for a look.
+        Deaths that damaged files caused are then forgotten. looks_again False: do not check the files, since the next
+        start will; only wait as long as until the next check.
         """
         if self.engine.reason != DAMAGED:
-            self._num_looks, self._told = 0, ""  # what was told while an engine ran is not that requests are refused
+            self._num_looks, self._told = 0, ""  # log again: the earlier line did not say that requests are refused
             self._detach("damaged", DAMAGED)
         if self._told != reason:
             log.error("%s; requests are refused until it is as it was", reason)
@@ -280,18 +292,22 @@ class Supervisor:
         self._deaths.clear()
 
     async def _start_process(self, limit_seconds: float | None = None) -> None:
-        """Raises what it cannot start for, and InfercError if it takes longer than that; it is killed then."""
+        """Start a process and wait until it is ready.
+
+        Raises the error for which it cannot start, and InfercError, after killing it, if it takes longer than the
+        limit.
+        """
         self._died = died = asyncio.Event()
 
         def on_stop(reason: str) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits for this
                 self._loop.call_soon_threadsafe(died.set)
 
         process = self._process = self._launch(on_stop)
-        # On a thread of its own: it may take minutes, and those of asyncio are few and everybody's.
+        # The start gets a thread of its own: it may take minutes, and asyncio's threads are few and shared.
         thread = ThreadPoolExecutor(1, "inferc-start")
         starting = self._loop.run_in_executor(thread, process.wait_until_ready)
-        thread.shutdown(wait=False)  # what it is at goes on
+        thread.shutdown(wait=False)  # the thread's present work goes on
         try:
             await asyncio.wait((starting,), timeout=limit_seconds)
         except asyncio.CancelledError:
@@ -308,10 +324,10 @@ class Supervisor:
         self._state_changed()
 
     async def _watch(self) -> str | None:
-        """Why the engine has ended, or has to; None: it shall sleep.
+        """Watch the running engine, and return the reason why it ended, or None if it is to sleep.
 
-        It is asked for its counters again and again; when it does not answer within hang_seconds, it is killed. So it is when a
-        file that it maps was harmed.
+        The engine is asked for its counters again and again, and killed if it does not answer within hang_seconds. It
+        is also killed if a file that it maps was changed.
         """
         process = self._process
         assert process is not None
@@ -322,13 +338,13 @@ class Supervisor:
             files.cancel()
 
     async def _watch_files(self, process: EngineProcessLike) -> None:
-        """Kill an engine that reads what it should not."""
+        """Kill the engine if a file that it has mapped is changed in place."""
         is_watched = True
         while process.stopped is None:
             await asyncio.sleep(FILES_SECONDS)
             try:
                 fault = await asyncio.to_thread(self._files.fault)
-            except Exception:  # the engine is well as far as anybody knows
+            except Exception:  # the check failed, which says nothing against the engine
                 if is_watched:
                     log.exception("the artifact's files cannot be watched")
                 is_watched = False
@@ -367,7 +383,7 @@ class Supervisor:
         return self._sleep_asked.is_set() or self._room_asked.is_set()
 
     async def _next_event(self, seconds: float) -> None:
-        """Wait at most this long for the engine's end, or for what a sleep waits for."""
+        """Wait at most this long for the engine's death, for a wish to sleep, or, if there is one, for idleness."""
         events: list[Callable[[], Coroutine[None, None, bool]]] = [self._died.wait]
         if self._shall_sleep:
             events.append(self.engine.wait_until_at_rest)
@@ -386,7 +402,7 @@ class Supervisor:
                 with suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(answered.set)
 
-        with suppress(InfercError):  # it has stopped: `_watch` sees that
+        with suppress(InfercError):  # the process has stopped, which `_watch` sees
             process.ask_stats(sink)
 
     async def _sleep(self) -> None:
@@ -402,14 +418,14 @@ class Supervisor:
         await asyncio.to_thread(process.close)
         self.is_leaving = False
         self.engine.release()
-        self._places.leave(self)
+        self._residency.leave(self)
 
     async def _wake_up(self) -> bool:
-        """Start an engine when a request wants one and there is a place for it; False: it is given up."""
+        """Start an engine once a request needs it and there is a place; return False if the engine is given up."""
         while True:
             await self._wake.wait()
             try:
-                await self._places.take(self)
+                await self._residency.take(self)
                 break
             except NotWanted:
                 self._wake.clear()
@@ -438,5 +454,5 @@ class Supervisor:
 
     def _state_changed(self) -> None:
         self._changed.set()
-        self._places.look()
+        self._residency.look()
         self._on_state(self.engine.state)

@@ -1,4 +1,7 @@
-"""Text to token ids and back, asked for on their own, over both interfaces. Each is a request of its key's, and bounded."""
+"""The calls that only tokenize or detokenize, for the HTTP and the gRPC interface.
+
+Each one counts as a request of the caller's API key, and is bounded in size.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ Result = TypeVar("Result")
 
 
 async def tokenize(model: ServedModel, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Raises RequestError for a text that is too long, and as Caller.begin."""
+    """Return the token ids of a text.
+
+    Raises RequestError for a text that is too long, and the same errors as Caller.begin.
+    """
     check_characters(len(text), model.engine.facts.max_model_len)
     with _counted():
         return await model.encode(text, add_special_tokens, is_prompt=False)
@@ -27,13 +33,19 @@ async def tokenize(model: ServedModel, text: str, add_special_tokens: bool = Tru
 async def tokenize_chat(
     model: ServedModel, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """The same of a conversation. variables: of its template."""
+    """Return the token ids of a conversation, rendered by the chat template with these `variables`.
+
+    Raises the same errors as `tokenize`.
+    """
     with _counted():
         return await model.encode_chat(messages, variables, is_prompt=False)
 
 
 async def detokenize(model: ServedModel, token_ids: Sequence[int], made: Callable[[], Result]) -> Result:
-    """What `made` makes of the ids, in a thread, as there may be many. Raises RequestError for too many, and as Caller.begin."""
+    """Return the result of `made`, which turns the ids into text, on a thread, as there may be many ids.
+
+    Raises RequestError for too many ids, and the same errors as Caller.begin.
+    """
     limit = max(MAX_TOKENS, model.engine.facts.max_model_len)
     if len(token_ids) > limit:
         raise RequestError(f"tokens: found {len(token_ids)}; at most {limit} are turned into text at once, send parts")
@@ -43,7 +55,7 @@ async def detokenize(model: ServedModel, token_ids: Sequence[int], made: Callabl
 
 @contextmanager
 def _counted() -> Iterator[None]:
-    """As a request of no tokens: none are computed."""
+    """Count the body as a request of the caller's with no tokens, since the model computes none."""
     caller = CALLER.get()
     caller.begin(0, SamplingParams(max_tokens=1))
     try:

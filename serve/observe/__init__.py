@@ -1,1 +1,1 @@
-"""Metrics and traces of a running server."""
+"""The metrics and traces of a running server."""

@@ -1,6 +1,6 @@
-"""The metrics of a server as Prometheus reads them: their names, what each means, and how it comes about.
+"""The Prometheus metrics of a server: their names, what each means, and how its values are computed.
 
-METRICS is the one list: the page, its documentation and what is in deploy/ are compared with it.
+METRICS is the only list: the /metrics page is made from it; its documentation and deploy/ are compared with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inferc.runtime.engine.engine import STEP_TOKENS, EngineStats
 from inferc.serve.models.metrics import OUTCOMES, Histogram, Outcome
 from inferc.serve.models.models import Models, ServedModel
 
-SCRAPE_SECONDS = 0.5  # for engines to tell their counters; what did not answer is told as of last time
+SCRAPE_SECONDS = 0.5  # time limit for the engines' counters; for an engine that is late, the last known ones are used
 STATES = ("serving", "starting", "asleep", "draining", "damaged", "dead")
 
 Labels: TypeAlias = tuple[str, ...]
@@ -28,43 +28,46 @@ Numbers: TypeAlias = Iterable[tuple[Labels, float]]
 
 
 @dataclass(frozen=True)
-class Known:
-    """A model, and what its engine counted."""
+class MetricSource:
+    """A model, and the counters of its engine."""
 
     model: ServedModel
     stats: EngineStats
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A metric. labels: beside model_name. numbers: of one model; histogram: the same of its buckets.
+class MetricSpec:
+    """A metric of the /metrics page.
 
-    vllm: what vLLM calls it, where it has the same; to_vllm: its labels there; vllm_numbers: its numbers, where it tells others.
+    labels: its labels beside model_name.
+    numbers or histogram: a function that returns its values for one model.
+    vllm: the name of the same metric in vLLM, if there is one. to_vllm: its labels in vLLM.
+    vllm_numbers: a function that returns the values as vLLM counts them, if they differ.
     """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    numbers: Callable[[Known], Numbers] | None = None
-    histogram: Callable[[Known], Histogram] | None = None
+    numbers: Callable[[MetricSource], Numbers] | None = None
+    histogram: Callable[[MetricSource], Histogram] | None = None
     labels: Labels = ()
     vllm: str | None = None
     to_vllm: Labels | None = None
-    vllm_numbers: Callable[[Known], Numbers] | None = None
+    vllm_numbers: Callable[[MetricSource], Numbers] | None = None
 
 
-def _one(value: Callable[[Known], float]) -> Callable[[Known], Numbers]:
+def _one(value: Callable[[MetricSource], float]) -> Callable[[MetricSource], Numbers]:
     return lambda known: [((), value(known))]
 
 
-def _step_tokens(known: Known) -> Histogram:
+def _step_tokens(known: MetricSource) -> Histogram:
     histogram = Histogram(STEP_TOKENS)
     histogram.counts = list(known.stats.step_tokens)
     histogram.sum = float(known.stats.scheduled_tokens)
     return histogram
 
 
-def _step_parts(known: Known) -> Numbers:
+def _step_parts(known: MetricSource) -> Numbers:
     stats = known.stats
     parts = {
         "schedule": stats.schedule_seconds,
@@ -75,13 +78,13 @@ def _step_parts(known: Known) -> Numbers:
     return [((part,), seconds) for part, seconds in parts.items()]
 
 
-def _sizes(known: Known) -> Numbers:
+def _sizes(known: MetricSource) -> Numbers:
     blocks = known.stats.num_blocks[0] if known.stats.num_blocks else 0
     return [((str(known.stats.block_size), str(blocks)), 1.0)]
 
 
-def _finished(known: Known) -> Numbers:
-    """As vLLM has it, which counts no request that was not begun."""
+def _finished(known: MetricSource) -> Numbers:
+    """Count the finished requests by reason as vLLM does, which leaves out requests that never started."""
     counts = known.model.engine.metrics.outcomes
     reasons: dict[str, tuple[Outcome, ...]] = {
         "stop": ("stop",),
@@ -92,74 +95,76 @@ def _finished(known: Known) -> Numbers:
     return [((reason,), float(sum(counts[each] for each in outcomes))) for reason, outcomes in reasons.items()]
 
 
-METRICS: tuple[Shown, ...] = (
-    Shown(
+METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec(
         "inferc_time_to_first_token_seconds",
         "histogram",
         "From a request's arrival at the server to its first token.",
         histogram=lambda known: known.model.engine.metrics.ttft,
         vllm="time_to_first_token_seconds",
     ),
-    Shown(
+    MetricSpec(
         "inferc_time_between_tokens_seconds",
         "histogram",
         "Between a token and the one before it.",
         histogram=lambda known: known.model.engine.metrics.tbt,
         vllm="inter_token_latency_seconds",
     ),
-    Shown(
+    MetricSpec(
         "inferc_request_seconds",
         "histogram",
         "From a request's arrival at the server to its end, of those that were answered.",
         histogram=lambda known: known.model.engine.metrics.e2e,
         vllm="e2e_request_latency_seconds",
     ),
-    Shown(
+    MetricSpec(
         "inferc_request_prepare_seconds",
         "histogram",
-        "From a request's arrival until it went to the engine: its body read, its prompt tokenized, and scored where that was"
+        "From a request's arrival until it went to the engine: its body read, its prompt tokenized, and scored where"
+        " that was"
         " asked for.",
         histogram=lambda known: known.model.engine.metrics.prepare,
     ),
-    Shown(
+    MetricSpec(
         "inferc_request_queue_seconds",
         "histogram",
         "From a request's arrival at the engine until it was let in.",
         histogram=lambda known: known.model.engine.metrics.queue,
         vllm="request_queue_time_seconds",
     ),
-    Shown(
+    MetricSpec(
         "inferc_request_prefill_seconds",
         "histogram",
         "From then to its first token.",
         histogram=lambda known: known.model.engine.metrics.prefill,
         vllm="request_prefill_time_seconds",
     ),
-    Shown(
+    MetricSpec(
         "inferc_request_decode_seconds",
         "histogram",
         "From its first token to its last.",
         histogram=lambda known: known.model.engine.metrics.decode,
         vllm="request_decode_time_seconds",
     ),
-    Shown(
+    MetricSpec(
         "inferc_request_prompt_tokens",
         "histogram",
         "Lengths of the prompts that were answered.",
         histogram=lambda known: known.model.engine.metrics.prompt_lengths,
         vllm="request_prompt_tokens",
     ),
-    Shown(
+    MetricSpec(
         "inferc_request_output_tokens",
         "histogram",
         "Lengths of outputs.",
         histogram=lambda known: known.model.engine.metrics.output_lengths,
         vllm="request_generation_tokens",
     ),
-    Shown(
+    MetricSpec(
         "inferc_requests_total",
         "counter",
-        "Requests that are over: by an end token or stop string, at their limit, by a fault, by Abort, because the client"
+        "Requests that are over: by an end token or stop string, at their limit, by a fault, by Abort, because the"
+        " client"
         " left, or never begun: for want of room, time or rights (refused), or because they are wrong (invalid).",
         lambda known: [((each,), float(known.model.engine.metrics.outcomes[each])) for each in OUTCOMES],
         labels=("outcome",),
@@ -167,152 +172,155 @@ METRICS: tuple[Shown, ...] = (
         to_vllm=("finished_reason",),
         vllm_numbers=_finished,
     ),
-    Shown(
+    MetricSpec(
         "inferc_requests_refused_total",
         "counter",
-        "Requests that were never begun, by what kept them out: queue_full, queue_time, rate_limit, objective, unavailable.",
+        "Requests that were never begun, by what kept them out: queue_full, queue_time, rate_limit, objective,"
+        " unavailable.",
         lambda known: [((code,), float(count)) for code, count in sorted(known.model.engine.metrics.refusals.items())],
         labels=("reason",),
     ),
-    Shown(
+    MetricSpec(
         "inferc_requests_judged_total",
         "counter",
-        "Requests that count for goodput: answered, failed or refused; not those whose client left, or that were wrong.",
+        "Requests that count for goodput: answered, failed or refused; not those whose client left, or that were"
+        " wrong.",
         _one(lambda known: known.model.engine.metrics.num_counted),
     ),
-    Shown(
+    MetricSpec(
         "inferc_requests_good_total",
         "counter",
         "Of these, those within their objectives: their own, or the server's.",
         _one(lambda known: known.model.engine.metrics.num_good),
     ),
-    Shown(
+    MetricSpec(
         "inferc_prompt_tokens_total",
         "counter",
         "Prompt tokens of requests since the engine's start.",
         _one(lambda known: known.stats.prompt_tokens),
         vllm="prompt_tokens_total",
     ),
-    Shown(
+    MetricSpec(
         "inferc_output_tokens_total",
         "counter",
         "Tokens generated since the engine's start.",
         _one(lambda known: known.stats.output_tokens),
         vllm="generation_tokens_total",
     ),
-    Shown(
+    MetricSpec(
         "inferc_sequences_running",
         "gauge",
         "Sequences that are in the batch.",
         _one(lambda known: known.stats.num_running),
         vllm="num_requests_running",
     ),
-    Shown(
+    MetricSpec(
         "inferc_sequences_waiting",
         "gauge",
         "Sequences that wait to be let in.",
         _one(lambda known: known.stats.num_waiting),
         vllm="num_requests_waiting",
     ),
-    Shown(
+    MetricSpec(
         "inferc_sequences_max",
         "gauge",
         "Sequences that the batch has places for.",
         _one(lambda known: known.model.info.max_num_seqs),
     ),
-    Shown(
+    MetricSpec(
         "inferc_requests_open",
         "gauge",
         "Requests whose streams are open.",
         _one(lambda known: known.model.engine.num_requests),
     ),
-    Shown(
+    MetricSpec(
         "inferc_kv_usage_ratio",
         "gauge",
         "Share of the KV cache's blocks in use, of the KV group that is fullest.",
         _one(lambda known: known.stats.kv_usage),
         vllm="kv_cache_usage_perc",
     ),
-    Shown(
+    MetricSpec(
         "inferc_kv_disk_usage_ratio",
         "gauge",
         "The same of the blocks on the disk (--kv-disk).",
         _one(lambda known: known.stats.offload_usage),
     ),
-    Shown(
+    MetricSpec(
         "inferc_preemptions_total",
         "counter",
         "Running sequences that gave their blocks to others and begin again.",
         _one(lambda known: known.stats.num_preemptions),
         vllm="num_preemptions_total",
     ),
-    Shown(
+    MetricSpec(
         "inferc_prefix_cache_queried_tokens_total",
         "counter",
         "Prompt tokens of sequences that were let in.",
         _one(lambda known: known.stats.admitted_tokens),
         vllm="prefix_cache_queries_total",
     ),
-    Shown(
+    MetricSpec(
         "inferc_prefix_cache_hit_tokens_total",
         "counter",
         "Of these, those that were found in the prefix cache.",
         _one(lambda known: known.stats.cached_tokens),
         vllm="prefix_cache_hits_total",
     ),
-    Shown(
+    MetricSpec(
         "inferc_prefix_cache_evicted_blocks_total",
         "counter",
         "Blocks of the prefix cache that made room.",
         _one(lambda known: known.stats.num_evicted),
     ),
-    Shown("inferc_steps_total", "counter", "Steps of the engine.", _one(lambda known: known.stats.num_steps)),
-    Shown(
+    MetricSpec("inferc_steps_total", "counter", "Steps of the engine.", _one(lambda known: known.stats.num_steps)),
+    MetricSpec(
         "inferc_step_tokens",
         "histogram",
         "Tokens of a step.",
         histogram=_step_tokens,
         vllm="iteration_tokens_total",
     ),
-    Shown(
+    MetricSpec(
         "inferc_step_sequences_total",
         "counter",
         "Sequences of all steps: over steps and places, how full the batch is.",
         _one(lambda known: known.stats.step_seqs),
     ),
-    Shown(
+    MetricSpec(
         "inferc_step_seconds_total",
         "counter",
-        "Seconds of the engine's thread: planning steps, handing them over, waiting for them, taking what they brought.",
+        "Seconds of the engine's thread: planning steps, handing them over, waiting for them, taking what they"
+        " brought.",
         _step_parts,
         labels=("part",),
     ),
-    Shown(
+    MetricSpec(
         "inferc_device_busy_seconds_total",
         "counter",
         "Seconds in which a step was under way: its rate is the share of time that the device is busy.",
         _one(lambda known: known.stats.busy_seconds),
     ),
-    Shown(
+    MetricSpec(
         "inferc_engine_restarts_total",
         "counter",
         "How often the engine died or hung and was started again.",
         _one(lambda known: known.model.supervisor.num_restarts),
     ),
-    Shown(
+    MetricSpec(
         "inferc_model_swaps_total",
         "counter",
         "How often the model was put to sleep for another to be awake (--max-awake).",
         _one(lambda known: known.model.supervisor.num_swaps),
     ),
-    Shown(
+    MetricSpec(
         "inferc_model_state",
         "gauge",
         "1 for the state that the model is in.",
         lambda known: [((state,), float(known.model.state == state)) for state in STATES],
         labels=("state",),
     ),
-    Shown(
+    MetricSpec(
         "inferc_cache_info",
         "gauge",
         "Tokens of a block and blocks of the first KV group, as labels.",
@@ -321,14 +329,14 @@ METRICS: tuple[Shown, ...] = (
         vllm="cache_config_info",
         to_vllm=("block_size", "num_gpu_blocks"),
     ),
-    Shown(
+    MetricSpec(
         "inferc_prediction_error_ratio",
         "gauge",
         "Mean error of the predicted seconds of steps, relative.",
         _one(lambda known: known.stats.cost_error),
     ),
 )
-# Of the server as a whole, without model_name.
+# Metrics of the server as a whole, which have no label model_name.
 RESPONSES = "inferc_http_responses_total"
 CALLS = "inferc_grpc_calls_total"
 LAG = "inferc_event_loop_lag_seconds"
@@ -340,7 +348,7 @@ SERVER_METRICS: tuple[tuple[str, str, str, Labels], ...] = (
 
 
 class MetricsPage:
-    """Makes the page. compat "vllm": the metrics that vLLM has too are there under its names as well."""
+    """The /metrics page; with compat "vllm", metrics that vLLM has too are also there under vLLM's names."""
 
     def __init__(self, models: Models, compat: Literal["none", "vllm"] = "none") -> None:
         self.responses: Counter[Labels] = Counter()
@@ -348,30 +356,30 @@ class MetricsPage:
         self.lag_seconds = 0.0
         self._models, self._compat = models, compat
         self._last: dict[str, EngineStats] = {}
-        self._known: list[Known] = []
+        self._known: list[MetricSource] = []
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     async def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The page, and its content type by what the client accepts."""
+        """Return the page and its content type, chosen by the client's Accept header."""
         models = self._models.served
         await asyncio.gather(*(self._refresh(model) for model in models))
-        self._known = [Known(model, self._last.get(model.name, EngineStats())) for model in models]
+        self._known = [MetricSource(model, self._last.get(model.name, EngineStats())) for model in models]
         try:
             encode, content_type = choose_encoder(accept)
-        except (ValueError, TypeError):  # of a version that is none
+        except (ValueError, TypeError):  # the header names an invalid version
             encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
     async def _refresh(self, model: ServedModel) -> None:
         try:
             self._last[model.name] = await asyncio.wait_for(model.engine.stats(), SCRAPE_SECONDS)
-        except (InfercError, asyncio.TimeoutError):
+        except (InfercError, TimeoutError):
             if model.state == "asleep":
                 self._last.pop(model.name, None)
 
     def collect(self) -> Iterator[Metric]:
-        """For prometheus_client."""
+        """Yield all metrics; prometheus_client calls this method of its collector interface."""
         for shown in METRICS:
             yield self._family(shown, shown.name, ("model_name", *shown.labels), shown.numbers)
             if self._compat == "vllm" and shown.vllm is not None:
@@ -388,7 +396,9 @@ class MetricsPage:
                 family.add_metric(values, count)
             yield family
 
-    def _family(self, shown: Shown, name: str, labels: Labels, numbers: Callable[[Known], Numbers] | None) -> Metric:
+    def _family(
+        self, shown: MetricSpec, name: str, labels: Labels, numbers: Callable[[MetricSource], Numbers] | None
+    ) -> Metric:
         if shown.histogram is not None:
             histograms = HistogramMetricFamily(name, shown.help, labels=labels)
             for known in self._known:
@@ -405,7 +415,7 @@ class MetricsPage:
 
 
 def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-    """Cumulative counts by upper bound, and the sum."""
+    """Return the cumulative counts by upper bound, and the sum."""
     total, buckets = 0, []
     for bound, count in zip((*map(str, map(float, histogram.bounds)), "+Inf"), histogram.counts, strict=True):
         total += count
@@ -414,7 +424,7 @@ def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
 
 
 def documentation() -> str:
-    """The table of docs/metrics.md."""
+    """Return the table of docs/metrics.md."""
     rows = ["| name | kind | labels | what | `--metrics-compat=vllm` |", "| --- | --- | --- | --- | --- |"]
     for shown in METRICS:
         labels = ", ".join(("model_name", *shown.labels))

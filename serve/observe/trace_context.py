@@ -1,4 +1,4 @@
-"""The trace that a call belongs to, as its client named it by the headers of W3C Trace Context."""
+"""The trace that a call belongs to, as the client's W3C Trace Context headers state it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TRACE_CONTEXT: ContextVar[Mapping[str, str]] = ContextVar("TRACE_CONTEXT", defau
 
 
 def note_trace(headers: Iterable[tuple[str, str]]) -> None:
-    """Keep what a call's headers say of its trace; several of `tracestate` are one list."""
+    """Keep the trace headers of a call; several `tracestate` headers are joined into one list."""
     found: dict[str, str] = {}
     for name, value in headers:
         if name == PARENT:

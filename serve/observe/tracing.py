@@ -1,8 +1,9 @@
-"""Traces of requests by OpenTelemetry, from the request down to the engine's steps; imported only where they are asked for.
+"""The OpenTelemetry traces of requests, down to the engine's steps; imported only if tracing is on.
 
-A request is a span with four inside: `prepare`, until it went to the engine, `queue`, `prefill` and `decode`. Each step that brought it a token is an event of
-the span in which it fell, with the engine's number of that step and how long it took on the device. Spans are made when a
-request is over, of times that were noted, so that a token costs a request that is traced one entry in a list.
+A request is a span with four child spans: `prepare` (until it is handed to the engine), `queue`, `prefill` and
+`decode`. Each step that brought the request a token is an event of the span in which it happened, with the engine's
+number of that step and its time on the device. The spans are made from noted times when the request is over. So a
+token of a traced request costs only one entry in a list.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from inferc.version import __version__
 
 log = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 3.0  # for what is left to leave; a collector that does not answer must not hold up the server's end
-MAX_STEPS = 512  # events of a request; a long answer's last steps are left out
+# Time limit for sending the last spans: a collector that does not answer must not delay the server's end.
+CLOSE_SECONDS = 3.0
+MAX_STEPS = 512  # step events of one request; further steps of a long answer are left out
 
 
 class Tracing:
-    """Sends spans to an OpenTelemetry collector at `endpoint` (http://HOST:4318), of this share of requests that come without a
-    decision of their client's."""
+    """The recorder of request traces, which sends spans to an OpenTelemetry collector at `endpoint` (http://HOST:4318).
+
+    ratio: share of requests that are traced, of those whose client did not decide it in its trace headers.
+    """
 
     def __init__(self, endpoint: str, ratio: float = 1.0) -> None:
         resource = Resource.create({"service.name": "inferc", "service.version": __version__})
@@ -47,7 +51,7 @@ class Tracing:
         self._tracer: Tracer = self._provider.get_tracer("inferc.serve")
 
     def begin(self, stream: Stream, model: str) -> None:
-        """Note what belongs to a request from now on, if it is to be traced."""
+        """Begin the span of a request, if the request is to be traced."""
         parent = TraceContextTextMapPropagator().extract(TRACE_CONTEXT.get(), Context())
         start = _epoch_ns(stream.arrived_at)
         span = self._tracer.start_span(f"generate {model}", parent, SpanKind.SERVER, start_time=start)
@@ -56,7 +60,7 @@ class Tracing:
             stream.traced = span
 
     def end(self, stream: Stream, ended: Ended, model: str, request_id: str) -> None:
-        """A request is over."""
+        """Finish the span of a request that is over, and make its child spans."""
         span = stream.traced
         if not isinstance(span, Span):
             return
@@ -95,7 +99,7 @@ class Tracing:
         span.end(clock.epoch_ns(now))
 
     def close(self) -> None:
-        """Send what is left, within seconds."""
+        """Send the remaining spans, for at most CLOSE_SECONDS."""
         closing = threading.Thread(target=self._provider.shutdown, name="inferc-tracing-end", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
@@ -120,16 +124,19 @@ class Tracing:
 
 @dataclass(frozen=True)
 class _Clock:
-    """The system's time of a request's moments, told from its first: the two clocks drift apart, and spans must not."""
+    """A conversion from the monotonic clock to the time of day, fixed at a request's start.
+
+    The two clocks drift apart, and with a fixed conversion the spans of a request fit together.
+    """
 
     monotonic: float
     started_ns: int
 
     def epoch_ns(self, monotonic: float) -> int:
-        """A time of the monotonic clock, in nanoseconds since 1970."""
+        """Convert a time of the monotonic clock to nanoseconds since 1970."""
         return self.started_ns + int((monotonic - self.monotonic) * 1e9)
 
 
 def _epoch_ns(monotonic: float) -> int:
-    """A time of the monotonic clock as it is now, in nanoseconds since 1970."""
+    """Convert a time of the monotonic clock to nanoseconds since 1970, by the present difference of the clocks."""
     return time.time_ns() - int((time.monotonic() - monotonic) * 1e9)

@@ -1,1 +1,1 @@
-"""The wire formats: .proto files, and the modules made of them."""
+"""The wire formats: .proto files, and the modules generated from them."""

@@ -1,4 +1,7 @@
-"""docs/grpc.md from the .proto files, whose comments are the documentation: `make protos` writes it, a test compares it."""
+"""The generator of docs/grpc.md from the comments of the .proto files.
+
+`make protos` writes the page, and a test compares it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ METHOD = re.compile(r"rpc (\w+)\((stream )?(\w+)\) returns \((stream )?(\w+)\);"
 
 @dataclass
 class Line:
-    """A statement, the comment above it, and how deep in braces it is."""
+    """A statement of a .proto file, the comment above it, and its depth in braces."""
 
     text: str
     comment: str
@@ -26,7 +29,10 @@ class Line:
 
 @dataclass
 class Block:
-    """A service, a message or an enum: `rows` are its statements. within: the message that it is declared in."""
+    """A service, a message or an enum of a .proto file.
+
+    rows: its statements. within: the message in which it is declared, or "".
+    """
 
     kind: str
     name: str
@@ -36,10 +42,13 @@ class Block:
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [
         "# gRPC reference",
-        "Made from the `.proto` files by `make protos`; what is said here is said there. [api.md](api.md) has the rest.",
+        (
+            "Made from the `.proto` files by `make protos`; what is said here is said there. [api.md](api.md) has the"
+            " rest."
+        ),
     ]
     for name in FILES:
         parts += _file(name)
@@ -92,7 +101,7 @@ def _lines(body: str) -> Iterator[Line]:
 
 
 def _text(comment: list[str]) -> str:
-    """A comment's lines as paragraphs; those that are indented stay as they are."""
+    """Join a comment's lines into paragraphs; from the first indented line on, they stay as they are."""
     lines = [line.removeprefix("//").removeprefix(" ") for line in comment]
     start = next((index for index, line in enumerate(lines) if line.startswith("  ")), len(lines))
     paragraphs = "\n".join(lines[:start]).split("\n\n")

@@ -1,1 +1,1 @@
-"""Who may ask, and TLS."""
+"""The access control of a server: API keys, limits and TLS."""

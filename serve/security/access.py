@@ -1,7 +1,7 @@
-"""Who may ask, how much, and how often: API keys, their limits, and those of the server as a whole.
+"""The access control of a server: API keys, their limits and rates, and the limits of the server as a whole.
 
-A key is known by its SHA-256 alone: keys are 32 random bytes, so there is nothing to guess. The file of keys is read again
-when it changes, so keys come and go while the server runs.
+Only the SHA-256 of a key is stored. That is safe because a key is 32 random bytes, which cannot be guessed. The file of
+keys is read again when it changes, so keys can be added and removed while the server runs.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import date, datetime, timezone
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 from inferc.errors import ConfigError, RequestError
 from inferc.runtime.step.sampling_params import MAX_NAME, SamplingParams, changed
 from inferc.serve.errors import Forbidden, RateLimited, Unauthenticated
-from inferc.system.atomic_file import whole_file
+from inferc.system.atomic_file import atomic_write
 from inferc.system.json_text import parse_json
 
 log = logging.getLogger(__name__)
 
-OPEN = frozenset(("/health", "/ready", "/live"))  # paths that need no key: what probes ask
-PREFIX = "ik-"  # of a key, so that scanners for leaked secrets know it
-LOOK_SECONDS = 1.0  # how often the file is looked at, at most
+OPEN = frozenset(("/health", "/ready", "/live"))  # the paths of health probes, which need no key
+PREFIX = "ik-"  # start of every key, by which scanners for leaked secrets recognize it
+LOOK_SECONDS = 1.0  # the least time between two checks of the file of keys
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for; None: as much as the model and the engine take."""
+    """The limits of one request; None: only the limits of the model and the engine."""
 
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -55,13 +55,13 @@ class Limits:
                 raise ConfigError(f"{each.name} is {value!r:.40}; expected a whole number")
 
     def over(self, other: Limits) -> Limits:
-        """The narrower of two, one by one."""
+        """Return the narrower of two limits, field by field."""
         pairs = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in dataclasses.fields(self)}
         known = {name: [value for value in pair if value is not None] for name, pair in pairs.items()}
         return Limits(**{name: min(values) for name, values in known.items() if values})
 
     def defaults(self, of_model: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The model's sampling defaults within the limits: who says nothing is not refused for what the model says."""
+        """Return the model's sampling defaults cut to the limits, so that no request is refused for a default."""
         if self.max_output_tokens is None:
             return of_model
         most = of_model.get("max_tokens", SamplingParams.max_tokens)
@@ -70,7 +70,7 @@ class Limits:
         return {**of_model, **least, "max_tokens": most}
 
     def apply(self, prompt_len: int, params: SamplingParams) -> SamplingParams:
-        """The parameters with what they leave open bounded. Raises RequestError for what is over a limit."""
+        """Return the parameters with open-ended ones bounded by the limits; raise RequestError for one over a limit."""
         if self.max_prompt_tokens is not None and prompt_len > self.max_prompt_tokens:
             raise RequestError(
                 f"the prompt has {prompt_len} tokens, and {self.max_prompt_tokens} are allowed here; shorten it"
@@ -88,7 +88,7 @@ class Limits:
 
 
 class Bucket:
-    """A rate: what may be taken grows back evenly, up to a minute's worth."""
+    """A token bucket that limits a rate: it refills evenly, up to the amount of one minute."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_minute = per_minute
@@ -103,32 +103,35 @@ class Bucket:
         return self._left
 
     def wait_for(self, amount: float) -> float:
-        """Seconds until so much is there; an amount that is never there waits for all there can be."""
+        """Return the seconds until so much is available; more than the bucket holds waits until the bucket is full."""
         missing = min(amount, self.per_minute) - self.left
         return max(0.0, missing * 60 / self.per_minute)
 
     def take(self, amount: float) -> None:
-        """May leave a debt."""
+        """Take an amount, which may leave the bucket in debt."""
         self._left = self.left - amount
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a key's owner may do. salted: its prefix cache is shared with no other key."""
+    """An API key, by its hash, and the rights of its owner.
+
+    salted: the key's requests share their prefix cache with no other key.
+    """
 
     name: str
     sha256: str
     admin: bool = False
     requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None  # of prompts and outputs
-    max_concurrent: int | None = None  # requests
+    tokens_per_minute: float | None = None  # tokens of prompts and outputs together
+    max_concurrent: int | None = None  # requests at the same time
     salted: bool = False
-    expires: str | None = None  # a day, in UTC: the first on which it is not taken any more
+    expires: str | None = None  # the first day (UTC) on which the key is not accepted any more
     limits: Limits = field(default_factory=Limits)
 
     @staticmethod
     def parse(entry: Any, where: str) -> Key:
-        """From the file. Raises ConfigError."""
+        """Parse an entry of the file of keys; raises ConfigError."""
         if not isinstance(entry, Mapping):
             raise ConfigError(f"{where}: expected an object, found {entry!r:.60}")
         names = {each.name for each in dataclasses.fields(Key)} - {"limits"}
@@ -163,18 +166,18 @@ class Key:
         return Key(**of_key, limits=Limits(**{name: value for name, value in entry.items() if name in limits}))
 
     def as_entry(self) -> dict[str, Any]:
-        """For the file, without what is as it would be anyway."""
+        """Return the key as an entry of the file of keys, without fields that have their default."""
         plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "limits"}
         values = {**plain, **dataclasses.asdict(self.limits)}
         return {name: value for name, value in values.items() if value not in (None, False)}
 
     @property
     def is_over(self) -> bool:
-        return self.expires is not None and datetime.now(timezone.utc).date() >= date.fromisoformat(self.expires)
+        return self.expires is not None and datetime.now(UTC).date() >= date.fromisoformat(self.expires)
 
 
 class Caller:
-    """Who asks, from one request to the next. Without a key: anybody, if there are no keys."""
+    """The state of a caller across its requests; the caller without a key is anybody, if the server has no keys."""
 
     def __init__(self, key: Key | None, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_open = 0
@@ -182,7 +185,7 @@ class Caller:
         self.become(key, limits)
 
     def become(self, key: Key | None, limits: Limits) -> None:
-        """The same caller with a key that says something else; its open requests stay counted, its rates begin anew."""
+        """Take over a changed key or changed limits; open requests stay counted, and the rates start anew."""
         self.key = key
         self.limits = limits if key is None else limits.over(key.limits)
         requests = None if key is None else key.requests_per_minute
@@ -199,10 +202,10 @@ class Caller:
             raise Forbidden(f"key {self.name!r} may not do this; it takes a key with admin")
 
     def begin(self, prompt_len: int, params: SamplingParams, num_tokens: int | None = None) -> SamplingParams:
-        """A request begins: its parameters within the caller's limits, in the caller's name. `end` must follow.
+        """Count a request that begins, and return its parameters within the caller's limits and in the caller's name.
 
-        num_tokens: of all its prompts, where it has several; prompt_len is that of the longest then.
-        Raises RequestError or RateLimited.
+        `end` must be called when the request is over. num_tokens: tokens of all prompts, if it has several;
+        prompt_len is then the length of the longest. Raises RequestError or RateLimited.
         """
         num_tokens = prompt_len if num_tokens is None else num_tokens
         params = self.limits.apply(prompt_len, params)
@@ -212,7 +215,8 @@ class Caller:
             return params
         if key.max_concurrent is not None and self.num_open >= key.max_concurrent:
             raise RateLimited(
-                f"key {key.name!r} has {self.num_open} requests under way, and {key.max_concurrent} are allowed at once",
+                f"key {key.name!r} has {self.num_open} requests under way, and {key.max_concurrent} are allowed at"
+                " once",
                 1.0,
             )
         for bucket, amount, what in ((self.requests, 1, "requests"), (self.tokens, num_tokens, "tokens")):
@@ -227,7 +231,7 @@ class Caller:
         if self.tokens is not None:
             self.tokens.take(num_tokens)
         self.num_open += 1
-        # Keys share the engine evenly, whatever names their requests give.
+        # The client is always the key's name, so that keys share the engine evenly whatever their requests say.
         salt = f"{key.sha256[:16]}:{params.cache_salt}"[:MAX_NAME] if key.salted else params.cache_salt
         return changed(params, client=key.name, cache_salt=salt)
 
@@ -237,7 +241,7 @@ class Caller:
             self.tokens.take(output_tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What is left, as OpenAI's headers."""
+        """Return the remaining requests and tokens as OpenAI's rate-limit headers."""
         found = []
         for what, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None:
@@ -247,12 +251,12 @@ class Caller:
 
 
 ANYBODY = Caller(None, Limits())
-# Of the call that runs; set at the edge of the server, read where a request begins.
+# The caller of the present call, which is set at the edge of the server and read when a request begins.
 CALLER: ContextVar[Caller] = ContextVar("CALLER", default=ANYBODY)
 
 
 class Access:
-    """Knows callers by their keys. Raises ConfigError for a file of keys that is none."""
+    """The callers of a server by their keys; ConfigError if the file of keys is not valid."""
 
     def __init__(
         self, path: Path | None = None, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
@@ -268,11 +272,11 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody may ask."""
+        """Whether no key is needed."""
         return self._path is None
 
     def caller(self, secret: str | None) -> Caller:
-        """Raises Unauthenticated."""
+        """Return the caller that has this key; raise Unauthenticated if there is none."""
         if self._path is None:
             return self._anybody
         self._look()
@@ -286,7 +290,7 @@ class Access:
         return found
 
     def _look(self) -> None:
-        """Read the file again if it has changed; one that cannot be read leaves all as it was."""
+        """Read the file again if it has changed; if it cannot be read, the present keys stay valid."""
         now = self._clock()
         if self._path is None or now < self._look_at:
             return
@@ -304,7 +308,7 @@ class Access:
         log.info("the API keys were read again: %d", len(keys))
 
     def _take(self, keys: Iterable[Key]) -> None:
-        """Those that are as they were keep their counts."""
+        """Replace the keys; unchanged ones keep their counts and rates."""
         before, self._callers = self._callers, {}
         for key in keys:
             known = before.get(key.sha256)
@@ -316,7 +320,7 @@ class Access:
 
 
 def secret_of(authorization: str) -> str:
-    """The key in such a header. The scheme's name may be in any case (RFC 9110), and be left out."""
+    """Return the key in an Authorization header; the scheme may be in any case (RFC 9110), or be missing."""
     return re.sub(r"^\s*bearer\s+", "", authorization, count=1, flags=re.IGNORECASE).strip()
 
 
@@ -329,7 +333,7 @@ def make_secret() -> str:
 
 
 def read_keys(path: Path) -> list[Key]:
-    """The keys of a file: {"keys": [{"name", "sha256", …}]}. Raises ConfigError."""
+    """Read the keys of a file: {"keys": [{"name", "sha256", …}]}; raises ConfigError."""
     try:
         found = parse_json(path.read_bytes())
     except OSError as error:
@@ -348,9 +352,9 @@ def read_keys(path: Path) -> list[Key]:
 
 
 def write_keys(path: Path, keys: Iterable[Key]) -> None:
-    """For its owner alone."""
+    """Write the file of keys, which only its owner may read."""
     data = json.dumps({"keys": [key.as_entry() for key in keys]}, indent=1) + "\n"
-    with whole_file(path, private=True) as partial:
+    with atomic_write(path, private=True) as partial:
         partial.write_bytes(data.encode())
 
 

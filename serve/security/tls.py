@@ -1,7 +1,7 @@
-"""TLS for both endpoints, with certificates that are read again when their files change.
+"""The TLS certificates of both endpoints, which are read again when their files change.
 
-Handshakes from then on see the new ones; connections that stand go on. Files that do not fit together, or are damaged,
-leave all as it was. Imported only where TLS is asked for.
+Later handshakes use the new certificates, and open connections go on. If the files do not fit together or are damaged,
+the present certificates stay in use. This module is imported only if TLS is on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import ssl
 import time
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
@@ -29,7 +29,7 @@ WARN_BEFORE = timedelta(days=14)
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files: the certificate with its chain, its key, and the authorities whose clients are let in (mTLS)."""
+    """The PEM files of a server: certificate with chain, key, and the authorities of admitted clients (mTLS)."""
 
     cert: Path
     key: Path
@@ -38,7 +38,7 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The files' contents, checked."""
+    """The checked contents of the TLS files."""
 
     key: bytes
     chain: bytes
@@ -47,17 +47,17 @@ class _Loaded:
 
 
 class Certificates:
-    """What both endpoints take their certificates from. Raises ConfigError for files that cannot be used."""
+    """The source of certificates for both endpoints; ConfigError if the files cannot be used."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
-        self._stamps = self._look()  # before they are read: what changes meanwhile is read again
+        self._stamps = self._look()  # taken before the files are read, so that a change meanwhile is noticed
         self._loaded = _load(files)
-        if self._loaded.expires < datetime.now(timezone.utc):
+        if self._loaded.expires < datetime.now(UTC):
             raise ConfigError(f"{files.cert}: the certificate expired on {self._loaded.expires:%Y-%m-%d}; renew it")
         self._context = self._make_context()
-        self._read_at = 0.0  # when they were read again, in seconds since 1970
-        # Handshakes begin with the first context, which hands them to the one of now.
+        self._read_at = 0.0  # when the files were last read again, in seconds since 1970
+        # Every handshake begins with this first context, whose callback switches it to the present one.
         self._entrance = self._make_context()
         self._entrance.sni_callback = self._enter
         self._warn()
@@ -68,7 +68,7 @@ class Certificates:
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
-        """For HTTP."""
+        """The TLS context for the HTTP endpoint."""
         return self._entrance
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
@@ -76,7 +76,7 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(self._grpc_configuration(), self._grpc_configuration, is_mutual)
 
     async def follow(self) -> None:
-        """Read the files again whenever they change."""
+        """Read the files again whenever they change, for ever."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             self.refresh()
@@ -89,7 +89,7 @@ class Certificates:
         try:
             self._loaded = _load(self._files)
             self._context = self._make_context()
-        except ConfigError as error:  # maybe one of them is still to be written: it is tried again
+        except ConfigError as error:  # perhaps one file is still being written: its next change is a new try
             self._loaded = before
             log.error("the certificates stay as they were: %s", error)
         else:
@@ -99,17 +99,17 @@ class Certificates:
         self._stamps = stamps
 
     def _warn(self) -> None:
-        left = self._loaded.expires - datetime.now(timezone.utc)
+        left = self._loaded.expires - datetime.now(UTC)
         if left < WARN_BEFORE:
             log.warning("%s: the certificate expires in %d days; renew it", self._files.cert, left.days)
 
     def _grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Asked for by gRPC before each handshake."""
+        """Return the present certificates; gRPC calls this before each handshake."""
         loaded = self._loaded
         return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.chain)], loaded.client_ca)
 
     def _enter(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> int | None:
-        # Who resumes a session shows no certificate again, and its authority may be none any more.
+        # A client that resumes a session shows no certificate again, and its authority may not be admitted any more.
         if self._files.client_ca is not None and connection.session_reused:
             session = connection.session
             if session is None or session.time <= self._read_at:
@@ -126,7 +126,7 @@ class Certificates:
             if self._files.client_ca is not None:
                 context.load_verify_locations(self._files.client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
-                context.num_tickets = 0  # no sessions to resume, as `_enter` cannot see those of TLS 1.3
+                context.num_tickets = 0  # no session tickets: `_enter` cannot see sessions of TLS 1.3
                 context.options |= ssl.OP_NO_TICKET
         except OSError as error:
             raise ConfigError(f"{self._files.cert}: TLS cannot use it: {error.strerror or error}") from None

@@ -1,7 +1,7 @@
 """inferc: an ahead-of-time compiler and runtime for LLM inference.
 
-`compile` makes an artifact of a model, `LLM` generates with one. Names are imported when they are first used, so that
-`import inferc` costs nothing and the runtime never loads the compiler.
+`compile` makes an artifact of a model, and `LLM` generates text with one. Names are imported at their first use, so
+`import inferc` is cheap and the runtime never loads the compiler.
 """
 
 from importlib import import_module

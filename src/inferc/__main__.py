@@ -1,4 +1,4 @@
-"""`python -m inferc`: the command line, also where the package is not installed."""
+"""The command line as `python -m inferc`, which works where the package is not installed too."""
 
 from inferc.cli.main import main
 

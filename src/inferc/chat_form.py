@@ -1,10 +1,11 @@
-"""The form in which a chat template reads messages, found by what arrives in the text that it writes.
+"""The form in which a chat template reads messages, found by which words arrive in the text that it renders.
 
-A template's source does not tell: content may be a text or a list of parts, of which some read the first alone; content that
-is not there a missing key, none or an empty text; the arguments of a tool call an object or JSON. A template that gets
-another form than it reads leaves words out, or writes how Python spells a list. So conversations with words that no template
-has of its own are rendered in each form, and the form is the one in which all words arrive. What arrives in none is a part of
-the form, too: a conversation that has it is refused, where it would be answered without it.
+The source of a template does not tell the form. Content may be a text or a list of parts, of which some templates read
+the first alone; missing content may be a missing key, none or an empty text; the arguments of a tool call may be an
+object or JSON. A template that gets another form than it reads leaves words out, or writes Python's repr of a list.
+Therefore conversations with words that no template contains are rendered in each form, and the form is the one in which
+all words arrive. What arrives in no form is a part of the form, too: a conversation that has it is refused, as it would
+otherwise be answered without it.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ Message: TypeAlias = dict[str, Any]
 Content = Literal["text", "parts", "part"]
 NoContent = Literal["absent", "none", "empty"]
 Arguments = Literal["object", "json"]
-# Writes messages, with or without the beginning of an answer, for tools if any; raises where the template does.
+# Renders messages, with or without the beginning of an answer, with a list of tools if any; raises where the template
+# does.
 Render: TypeAlias = Callable[[Sequence[Message], bool, Sequence[Message] | None], str]
 
 CONTENTS: tuple[Content, ...] = ("text", "parts", "part")
-# The first is what transformers makes of null; a template that then loses a call or fails may look for none instead, or
-# take methods of texts for granted.
+# "absent" is what transformers makes of null. A template that then loses a call or fails may test for none instead
+# ("none"), or call methods of strings on the content ("empty").
 NO_CONTENTS: tuple[NoContent, ...] = ("absent", "none", "empty")
 ARGUMENTS: tuple[Arguments, ...] = ("object", "json")
 
 CONVERSATIONS = (("user",), ("system", "user"), ("user", "assistant", "user"), ("user", "assistant"))
-# Words of lowercase letters, which trimming and capitals leave alone.
+# Words of lowercase letters, which survive trimming and can be found whatever their case.
 WORD, LEAD, LEAK, KEY, VALUE, RESULT = "zqword", "zqlead", "zqleak", "zqkey", "zqvalue", "zqresult"
 TOOL = "zqtool"
-CALL_ID = "zqcall001"  # nine letters and digits, as some templates insist
+CALL_ID = "zqcall001"  # nine letters and digits, which some templates require
 TOOLS: tuple[Message, ...] = (
     {
         "type": "function",
@@ -46,9 +48,12 @@ SAID: dict[Content, str] = {"text": "text", "parts": "a list of parts", "part": 
 
 @dataclass(frozen=True)
 class ChatForm:
-    """What a template takes. content: a text, a list of parts, or a list of one part. tool_calls: how the arguments of a call are
-    given, None where the template leaves calls out. The others: whether it writes what a tool answered, calls of a message
-    that has a text too, which tools there are, messages of the roles system and developer."""
+    """The form of messages that a template reads.
+
+    content: a text, a list of parts, or a list of one part. tool_calls: how the arguments of a call are given, None
+    where the template leaves calls out. The other fields: whether the template writes what a tool answered, calls of a
+    message that has a text too, which tools there are, messages of the roles system and developer.
+    """
 
     content: Content = "text"
     no_content: NoContent = "absent"
@@ -60,7 +65,7 @@ class ChatForm:
     developer: bool = True
 
     def __str__(self) -> str:
-        """The form as `inferc inspect` says it."""
+        """Return the form as `inferc inspect` shows it."""
         content = f"content as {SAID[self.content]}"
         if self.no_content != "absent":
             content += f", null content as {'none' if self.no_content == 'none' else 'an empty one'}"
@@ -79,7 +84,7 @@ class ChatForm:
 
 
 def form_of(value: Any) -> ChatForm:
-    """The form that an artifact holds. Raises ValueError for what is none."""
+    """Return the form that an artifact holds; raise ValueError for what is none."""
     known = {
         "content": CONTENTS,
         "no_content": NO_CONTENTS,
@@ -95,7 +100,7 @@ def form_of(value: Any) -> ChatForm:
 
 
 def find_form(render: Render) -> ChatForm | None:
-    """The form that a template reads; None for one that leaves out what the user says in every form.
+    """Return the form that a template reads; None if every form loses what the user says.
 
     A template that raises on all conversations tells nothing, and gets the form that most templates read.
     """
@@ -122,7 +127,10 @@ def find_form(render: Render) -> ChatForm | None:
 
 
 def _arrived(render: Render, content: Content) -> tuple[bool, tuple[int, int]]:
-    """Whether any conversation was rendered; how many did with the last words of their users, and how many words in all."""
+    """Return whether any conversation was rendered, and how many words arrived.
+
+    The second result counts the conversations in which the last word of the user arrived, then all words that arrived.
+    """
     has_rendered, num_last, num_words = False, 0, 0
     for roles in CONVERSATIONS:
         words = [WORD + "abc"[index] for index in range(len(roles))]
@@ -132,7 +140,7 @@ def _arrived(render: Render, content: Content) -> tuple[bool, tuple[int, int]]:
             continue
         has_rendered = True
         if LEAK in text:
-            return True, (0, 0)  # it wrote the list itself
+            return True, (0, 0)  # the template wrote Python's repr of the list
         there = [word in text for word in words]
         num_last += there[len(roles) - 1 - roles[::-1].index("user")]
         num_words += sum(there)
@@ -140,12 +148,12 @@ def _arrived(render: Render, content: Content) -> tuple[bool, tuple[int, int]]:
 
 
 def _find_calls(render: Render, content: Content) -> tuple[NoContent, Arguments | None]:
-    """How an assistant's message without content is given, and the arguments of its calls."""
+    """Return how an assistant's message without content is given, and how the arguments of its calls are."""
     user = {"role": "user", "content": _said(content, WORD)}
     has_rendered = False
     for arguments, no_content in product(ARGUMENTS, NO_CONTENTS):
         message = {"role": "assistant", "tool_calls": [_call(arguments)]}
-        for tools in (TOOLS, None):  # some templates want a list of tools
+        for tools in (TOOLS, None):  # some templates write calls only if they get a list of tools
             text = _rendered(render, [user, {**message, **_nothing(content, no_content)}], False, tools)
             if text is None:
                 continue
@@ -162,17 +170,17 @@ def _find_calls(render: Render, content: Content) -> tuple[NoContent, Arguments 
 
 
 def _has_call(text: str) -> bool:
-    """Whether key and value of its arguments are there, and neither as Python spells them nor as JSON in JSON."""
+    """Return whether key and value of a call's arguments arrived, neither as Python's repr nor as JSON within JSON."""
     return KEY in text and VALUE in text and f"'{KEY}'" not in text and f'\\"{KEY}' not in text
 
 
 def _num_none(text: str | None) -> int:
-    """How often the word stands there; templates may hold it themselves."""
+    """Return how often the word None stands in the text; templates may hold it themselves."""
     return 0 if text is None else text.count("None")
 
 
 def _writes_results(render: Render, content: Content, no_content: NoContent, arguments: Arguments | None) -> bool:
-    """Whether the answer of a tool arrives, as far as the template takes one at all."""
+    """Return whether the answer of a tool arrives, or true if the template raises for messages of tools."""
     messages: list[Message] = [
         {"role": "user", "content": _said(content, WORD)},
         {"role": "assistant", **_nothing(content, no_content), "tool_calls": [_call(arguments or "object")]},
@@ -184,7 +192,10 @@ def _writes_results(render: Render, content: Content, no_content: NoContent, arg
 
 
 def _writes_calls_beside_text(render: Render, content: Content, arguments: Arguments | None) -> bool:
-    """Whether a call arrives that is made in a message with a text, as far as the template takes one at all."""
+    """Return whether a call in a message that also has a text arrives, or true if the template raises for it.
+
+    It is true as well where the template leaves all calls out.
+    """
     messages: list[Message] = [
         {"role": "user", "content": _said(content, WORD)},
         {"role": "assistant", "content": _said(content, WORD), "tool_calls": [_call(arguments or "object")]},
@@ -200,7 +211,7 @@ def _writes_tools(render: Render, content: Content) -> bool:
 
 
 def _writes_role(render: Render, content: Content, role: str) -> bool | None:
-    """Whether what is said in that role arrives; None where the template refuses it."""
+    """Return whether a message of that role arrives; None where the template refuses it."""
     messages = [{"role": role, "content": _said(content, RESULT)}, {"role": "user", "content": _said(content, WORD)}]
     text = _rendered(render, messages, True, None)
     return None if text is None else RESULT in text
@@ -209,7 +220,7 @@ def _writes_role(render: Render, content: Content, role: str) -> bool | None:
 def _rendered(
     render: Render, messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None
 ) -> str | None:
-    """The text in lowercase but for its None; None where the template refuses."""
+    """Return the rendered text, in lowercase except for the word None; None where the template raises."""
     try:
         text = render(messages, goes_on, tools)
     except Exception:  # noqa: BLE001 (a template raises whatever its operators do)
@@ -218,7 +229,10 @@ def _rendered(
 
 
 def _said(content: Content, word: str) -> Any:
-    """A word as content, at the end of a list. A part has an entry that is seen only where the list itself is written."""
+    """Return a word as content; in a list of parts it is the last.
+
+    A part has an entry that is seen only where the template writes the list itself.
+    """
     if content == "text":
         return word
     texts = (word,) if content == "part" else (LEAD, word)

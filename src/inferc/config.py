@@ -1,4 +1,4 @@
-"""What a user may choose: frozen dataclasses, checked when made, whose "auto"s become values once.
+"""The configs that a user may set: frozen dataclasses, checked when made, whose "auto"s are resolved to values once.
 
 `CompileConfig.resolve` and `EngineConfig.resolve` return the resolved forms, which hold no "auto" and which every
 other module takes. An artifact stores the resolved compile config. The runtime imports this module, so it imports
@@ -32,12 +32,12 @@ Quantize = Literal["int8", "w8a8", "fp8", "int4", "int4-g32", "int4-g64", "int4-
 Certify = Literal["full", "layers", "none"]
 Isa = Literal["avx2", "avx512", "amx", "neon", "neon_bf16"]
 
-# Words of the command line that name something real which this version does not do: refused by name, not as typos.
+# Values of options that name something real which is not built: they are refused by name and not as typos.
 NOT_BUILT = {
     "quantize": re.compile(r"int4(-gptq|-awq)?(-g(32|64|128))?(-a16)?|mxfp4|nvfp4|auto"),
     "kv_dtype": re.compile(r"fp8"),
 }
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # what `inferc compile` takes beside folders
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # the form of a Hugging Face hub id
 DEFAULT_BLOCK_SIZE = 32
 SIZE_UNITS = {
     "": 1,
@@ -56,30 +56,32 @@ ConfigT = TypeVar("ConfigT")
 
 @dataclass(frozen=True)
 class ContextLength:
-    """How many tokens of a sequence a model was made for; None where its config does not say."""
+    """The number of tokens in a sequence that a model was made for; None where its config does not say."""
 
-    trained: int | None  # the default of max_model_len
-    longest: int | None  # what its rope scaling reaches, at least `trained`
+    trained: int | None  # the length that the model was trained for, the default of max_model_len
+    longest: int | None  # the length that its rope scaling reaches, at least `trained`
 
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """How to compile a model. Lengths are in tokens."""
+    """The options of a compile; lengths are in tokens."""
 
-    target: str = DEFAULT_TARGET  # or onnx, reference, tensorrt:sm_86, tensorrt-paged:sm_86, cuda:sm_90, or several chips: cuda:sm_90,sm_80
-    dtype: DType | Auto = "auto"  # of activations and weights; auto: the checkpoint's
-    quantize: Quantize | None = None  # the scheme; None: weights stay in dtype
-    kv_dtype: KVDType | Auto = "auto"  # auto: dtype
-    max_model_len: int | Auto = "auto"  # auto: what the model was trained for
-    block_size: int | Auto = "auto"
+    # A name of TARGETS, with the chip where it needs one: cpu, onnx, reference, tensorrt:sm_86, tensorrt-paged:sm_86,
+    # cuda:sm_90, or several chips, cuda:sm_90,sm_80.
+    target: str = DEFAULT_TARGET
+    dtype: DType | Auto = "auto"  # the dtype of activations and weights; auto: the checkpoint's
+    quantize: Quantize | None = None  # the quantization scheme; None: weights stay in `dtype`
+    kv_dtype: KVDType | Auto = "auto"  # the dtype of the KV cache; auto: `dtype`
+    max_model_len: int | Auto = "auto"  # the longest sequence; auto: the length that the model was trained for
+    block_size: int | Auto = "auto"  # the tokens of a KV cache block
     certify: Certify | Auto = "auto"  # auto: full where the float32 model fits in memory, else layers
-    allow_drift: bool = False
-    passes: tuple[Any, ...] = ()  # of the user: "module:name", "file.py:name" or, from Python, the object
-    tp: int = 1  # ranks that each hold a part of every layer,
-    pp: int = 1  # of the layers,
-    ep: int = 1  # of the experts
-    expert_loads: str | None = None  # a file of how many tokens each expert got, by which ep places them
-    redundant_experts: int = 0  # of each layer: how many of the most loaded are on more than one rank
+    allow_drift: bool = False  # whether to write an artifact whose certificate is over its budget
+    passes: tuple[Any, ...] = ()  # the user's passes: "module:name", "file.py:name" or, from Python, the object
+    tp: int = 1  # tensor-parallel ranks, each with a part of every layer
+    pp: int = 1  # pipeline-parallel stages, each with some of the layers
+    ep: int = 1  # expert-parallel ranks, each with some of the experts
+    expert_loads: str | None = None  # a file of how many tokens each expert got, by which experts are placed on ranks
+    redundant_experts: int = 0  # how many of each layer's most loaded experts are on more than one rank
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -94,7 +96,10 @@ class CompileConfig:
         self._check_target(Target.parse(self.target))
 
     def _check_target(self, target: Target) -> None:
-        """Raise UnsupportedError for what the target does not do on any machine, by its row alone."""
+        """Raise UnsupportedError for options that the target does not take on any machine.
+
+        The target's row in TARGETS alone decides.
+        """
         for option, size in (("--tp", self.tp), ("--pp", self.pp), ("--ep", self.ep)):
             if size != 1 and not target.spec.ranks:
                 raise target.refuse(option, size, ("1",), DEFAULT_TARGET)
@@ -108,7 +113,10 @@ class CompileConfig:
             raise target.refuse("--block-size", self.block_size, (), DEFAULT_TARGET)
 
     def resolve(self, model_dtype: str, context: ContextLength, float32_bytes: int) -> ResolvedCompileConfig:
-        """Turn every "auto" into a value for a model of this dtype, context and size (in float32), and log them."""
+        """Turn every "auto" into a value for a model of this dtype, context and size, and log the values.
+
+        float32_bytes: the size of the model in float32.
+        """
         spec = find_spec(self.target)
         own_dtype = spec.default_dtype or model_dtype
         if self.dtype == "auto" and own_dtype not in spec.dtypes:
@@ -161,7 +169,7 @@ class CompileConfig:
 
 @dataclass(frozen=True)
 class ResolvedCompileConfig:
-    """A `CompileConfig` without an "auto"."""
+    """The resolved form of a `CompileConfig`, without an "auto"."""
 
     target: str
     dtype: DType
@@ -180,32 +188,32 @@ class ResolvedCompileConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How to run an artifact."""
+    """The options of running an artifact."""
 
-    num_threads: int | Auto = "auto"  # auto: the cores this process may use
-    isa: Isa | Auto = "auto"  # auto: the best that both this machine and the artifact have
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | Auto = "auto"  # the token budget of a step; auto: its target's
+    num_threads: int | Auto = "auto"  # auto: the cores that this process may use
+    isa: Isa | Auto = "auto"  # the instruction set; auto: the best that both this machine and the artifact have
+    max_num_seqs: int = 64  # the most sequences of a step
+    max_num_batched_tokens: int | Auto = "auto"  # the token budget of a step; auto: the default of its target
     kv_memory_bytes: int | Auto = "auto"  # auto: what max_num_seqs full sequences need, at most half the free memory
-    prefix_cache: bool = True  # what was computed is kept, for sequences that begin with the same tokens
-    kv_disk: str | None = None  # a folder for what the arena has no room for, and for the next run
-    kv_disk_bytes: int | Auto = "auto"  # auto: DEFAULT_BYTES of offload/disk.py, at most half of what is free there
-    kv_evict: str | None = (
-        None  # "sinks:N+window:M", "heavy-hitters:N": what a sequence does not forget, see kv_pools.Eviction
-    )
-    policy: str = "fcfs"  # who goes first, see inferc.runtime.scheduler.policies
-    overcommit: bool = False  # let in what fits now, also where blocks are expected to be missing later on
-    tbt_ms: float | None = None  # no step shall take longer while somebody decodes
-    deterministic: bool = False  # a cpu step always is, one of onnxruntime or TensorRT never
-    pin_threads: bool = False  # each thread on a core of its own, for a machine on which nothing else runs
-    kv_events: bool = False  # collect what the prefix cache stores and evicts, for whoever takes it
+    prefix_cache: bool = True  # whether computed KV blocks are kept for sequences that begin with the same tokens
+    kv_disk: str | None = None  # a folder for KV blocks that do not fit in the KV memory, kept for the next run
+    kv_disk_bytes: int | Auto = "auto"  # auto: DEFAULT_BYTES of offload/disk.py, at most half of the free disk space
+    # The tokens that a sequence keeps in the KV cache: "sinks:N+window:M" or "heavy-hitters:N", see
+    # kv_groups.Eviction. None: all.
+    kv_evict: str | None = None
+    policy: str = "fcfs"  # the order of waiting sequences, see inferc.runtime.scheduler.policies
+    overcommit: bool = False  # admit sequences that fit now, even if blocks are expected to run out later
+    tbt_ms: float | None = None  # the longest time of a step, in milliseconds, while a sequence decodes
+    deterministic: bool = False  # compute equal bits in any batch; cpu always does, onnxruntime and TensorRT never
+    pin_threads: bool = False  # pin each thread to a core of its own, for a machine on which nothing else runs
+    kv_events: bool = False  # collect events of the blocks that the prefix cache stores and evicts
     record: str | None = None  # a file that every request is written to, for `inferc replay`
-    tap: tuple[str, ...] = ()  # names of values that are kept of requests that ask for it; `*` stands for anything
-    tap_out: str | None = None  # a folder for them, a file a request; None: `LLM.tapped` has them
-    trusted_keys: str | None = None  # a file of public keys: an artifact that none of them signed is not loaded
+    tap: tuple[str, ...] = ()  # names of values to keep for requests that ask for it; `*` stands for anything
+    tap_out: str | None = None  # a folder for tapped values, one file per request; None: `LLM.tapped` returns them
+    trusted_keys: str | None = None  # a file of public keys; an artifact that none of them signed is not loaded
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tap", tuple(self.tap))  # JSON knows lists only
+        object.__setattr__(self, "tap", tuple(self.tap))  # a config read from JSON has a list
         if self.tap_out is not None and not self.tap:
             raise ConfigError(f"tap_out {self.tap_out} without a tap: say with --tap NAME which values are to be kept")
         _check_fields(self)
@@ -231,7 +239,7 @@ class EngineConfig:
             )
 
     def token_budget(self, target: str = DEFAULT_TARGET) -> int:
-        """Tokens of a step at most, on a target."""
+        """Return the most tokens of a step on a target."""
         if self.max_num_batched_tokens == "auto":
             return max(find_spec(target).token_budget, self.max_num_seqs)
         return self.max_num_batched_tokens
@@ -244,11 +252,12 @@ class EngineConfig:
         kv_available_bytes: int | None = None,
         target: str = DEFAULT_TARGET,
     ) -> ResolvedEngineConfig:
-        """Turn every "auto" but the ISA's into a value for this machine and an artifact's cache, and log them.
+        """Turn every "auto" but the ISA's into a value for this machine and an artifact's KV cache, and log the values.
 
-        kv_available_bytes: what the KV cache may take; None: half of the memory that is free on the host.
+        kv_available_bytes: the memory that the KV cache may take; None: half of the memory that is free on the host.
 
-        The KV memory comes out as whole blocks, one more a group (block 0, reserved for padding) than sequences need.
+        The KV memory comes out as whole blocks. Each group has one block more than its sequences need: block 0,
+        reserved for padding.
         """
         token_budget = self.token_budget(target)
         limits = CacheLimits(block_size, max_model_len, self.max_num_seqs, token_budget)
@@ -279,21 +288,24 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ResolvedEngineConfig:
-    """An `EngineConfig` whose only "auto" left is the ISA's, which the model runner settles as it opens a library."""
+    """The resolved form of an `EngineConfig`, in which only the ISA may be "auto".
+
+    The model runner settles the ISA when it opens a library.
+    """
 
     num_threads: int
     isa: Isa | Auto
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_memory_bytes: int
-    num_blocks: tuple[int, ...]  # of each KV group's pool, block 0 included
+    num_blocks: tuple[int, ...]  # the number of blocks in each KV group's pool, block 0 included
     prefix_cache: bool
     deterministic: bool
     pin_threads: bool
 
 
 def from_dict(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """A config from plain data; an unknown key raises ConfigError with the nearest one that exists."""
+    """Make a config from plain data; raise ConfigError for an unknown key, naming the nearest key that exists."""
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -304,12 +316,15 @@ def from_dict(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
 
 
 def pass_spec(each: Any) -> str:
-    """How an artifact records a pass of the user: as it was named, an object by its module and its own name."""
+    """Return how an artifact records a user's pass: the name that was given, or an object's module and own name."""
     return each if isinstance(each, str) else f"{type(each).__module__}:{getattr(each, 'name', type(each).__name__)}"
 
 
 def parse_bytes(text: str) -> int:
-    """`"2GiB"`, `"512 MB"`, `"1.5g"` or `"1048576"` as a number of bytes: Ki, Mi, Gi, Ti are powers of 1024."""
+    """Parse a size such as `"2GiB"`, `"512 MB"`, `"1.5g"` or `"1048576"` to a number of bytes.
+
+    Ki, Mi, Gi and Ti are powers of 1024. Raises ConfigError for what is no size.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
     if match is None:
         raise ConfigError(f"{text!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
@@ -317,7 +332,10 @@ def parse_bytes(text: str) -> int:
 
 
 def available_cores() -> int:
-    """Cores this process may use: of its affinity, not counting a core's further threads, and of the container's quota."""
+    """Return the number of cores that this process may use, by its affinity and the container's quota.
+
+    Further hardware threads of a core are not counted.
+    """
     cores = len(read_cores())
     quota = _read_words("/sys/fs/cgroup/cpu.max")
     if len(quota) == 2 and quota[0].isdigit():
@@ -326,7 +344,7 @@ def available_cores() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Memory that can be taken without swapping: the kernel's estimate, and the container's limit."""
+    """Return the memory that can be taken without swapping, by the kernel's estimate and the container's limit."""
     available = 2**62
     if hasattr(os, "sysconf"):
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -342,12 +360,15 @@ def available_memory_bytes() -> int:
 def _read_words(path: str) -> list[str]:
     try:
         return Path(path).read_text().split()
-    except OSError:  # another kernel or no cgroup: there is no such limit
+    except OSError:  # another operating system, or no cgroup: there is no such limit
         return []
 
 
 def _certify_that_fits(float32_bytes: int) -> Certify:
-    """The reference runs hold the model twice: Hugging Face's module and the Program's materialised weights."""
+    """Return "full" if the reference runs fit in memory, else "layers".
+
+    They hold the model twice: Hugging Face's module and the Program's materialised weights.
+    """
     available = available_memory_bytes()
     if 2 * float32_bytes <= available // 2:
         return "full"
@@ -363,7 +384,7 @@ def _check_positive(config: Any, *names: str) -> None:
 
 
 def _check_fields(config: Any) -> None:
-    """Raise ConfigError unless every field holds a value its annotation allows."""
+    """Raise ConfigError unless every field holds a value that its annotation allows."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         words, kinds = _choices(hint)
@@ -378,7 +399,7 @@ def _check_fields(config: Any) -> None:
 
 
 def _choices(hint: Any) -> tuple[list[str], list[type]]:
-    """The words and the plain types that an annotation allows."""
+    """Return the words and the plain types that an annotation allows."""
     if get_origin(hint) is Literal:
         return list(get_args(hint)), []
     if not get_args(hint) or get_origin(hint) is tuple:

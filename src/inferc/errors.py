@@ -1,14 +1,14 @@
-"""The exception tree. A message has what was found, what was expected and what to do."""
+"""The exception classes; a message says what was found, what was expected and what to do."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
 LONG_NUMBER = 10**40
-SHOWN = 80  # characters of what was found
+SHOWN = 80  # the most characters of a value that a message shows
 
 
 class InfercError(Exception):
-    """Anything that inferc reports to its user in one line; the command line exits with `exit_code`."""
+    """An error that inferc reports to its user in one line; the command line exits with `exit_code`."""
 
     exit_code = 1
 
@@ -20,13 +20,13 @@ class ConfigError(InfercError):
 
 
 class ExportError(InfercError):
-    """The model cannot be captured as a graph."""
+    """A model that cannot be captured as a graph."""
 
     exit_code = 2
 
 
 class VerifyError(InfercError):
-    """A Program is not what it must be after a pass, or numbers moved further than their budget."""
+    """A Program that breaks the IR's rules after a pass, or logits that moved further than their budget."""
 
 
 class UnsupportedError(InfercError):
@@ -36,29 +36,30 @@ class UnsupportedError(InfercError):
 
 
 class ArtifactError(InfercError):
-    """A file that was read is missing, damaged, or of another version."""
+    """A file of an artifact that is missing, damaged, or of another version."""
 
     exit_code = 2
 
 
 class RequestError(InfercError):
-    """The client's fault: HTTP 400, gRPC INVALID_ARGUMENT."""
+    """A request that is invalid by the client's fault: HTTP 400, gRPC INVALID_ARGUMENT."""
 
     exit_code = 2
 
 
 class ObjectiveError(InfercError):
-    """A request's objective can not be met, now or ever: gRPC RESOURCE_EXHAUSTED, HTTP 429."""
+    """A request whose objective cannot be met, now or ever: gRPC RESOURCE_EXHAUSTED, HTTP 429."""
 
 
 class GenerationError(InfercError):
-    """One request cannot go on: the model's numbers for it are broken, or the engine fails or dies of it."""
+    """A request that cannot go on: the model's numbers for it are broken, or the engine fails or dies of it."""
 
 
 def shown(value: object, limit: int = SHOWN) -> str:
-    """What was found, for a message: the beginning of its repr, made without the whole of it, which may be large or refused.
+    """Return the beginning of a value's repr, for a message, without making the whole repr.
 
-    Python refuses to write integers of more than 4300 digits, and lists within more than a thousand others.
+    The whole may be large, or refused: Python refuses to write integers of more than 4300 digits, and lists within more
+    than a thousand others.
     """
     text = ""
     for piece in _pieces(value, limit):

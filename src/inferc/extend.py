@@ -1,7 +1,7 @@
-"""The names that a pass, an op or a kernel from outside of inferc is made of: `from inferc.extend import Rewrite`.
+"""The public names for writing a pass, an op or a kernel outside of inferc: `from inferc.extend import Rewrite`.
 
-docs/extending.md teaches them, examples/own_pass.py uses them. They stay where they are; the modules that they come from
-are inferc's own and may move. Imports torch, and nothing that reads a checkpoint.
+docs/extending.md teaches them, examples/own_pass.py uses them. Their place here is stable; the modules that they come
+from are internal and may move. Imports torch, and nothing that reads a checkpoint.
 """
 
 from inferc.codegen.cpp.calls import Builder, cpp_float

@@ -1,7 +1,8 @@
-"""The KV cache in blocks: what a sequence holds of each KV group, and how memory is shared out between their pools.
+"""The sizes of the paged KV cache: which blocks of each KV group a sequence holds, and how groups share memory.
 
-The one place that turns bytes into blocks, and windows into what may be forgotten: config, runners and scheduler agree
-because they ask here. The runtime imports this module, so it imports neither torch nor numpy.
+This is the one place that turns bytes into blocks, and attention windows into tokens that may be forgotten: config,
+runners and scheduler agree because they ask here. The runtime imports this module, so it imports neither torch nor
+numpy.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from typing import Any, ClassVar
 
 from inferc.errors import ConfigError, UnsupportedError
 
-NEVER = 2**62  # later than any position
-STRIDE = 8  # blocks that an evicted group gives back at once
-SCALE_BYTES = 4  # of a row in int8: a float32
+NEVER = 2**62  # a position later than that of any token
+STRIDE = 8  # the number of blocks that a group with eviction returns to the pool at once
+SCALE_BYTES = 4  # the bytes of the scale of an int8 row, a float32
 
 
 def row_size(head_dim: int, dtype: str) -> int:
-    """Elements that one head of K or of V, or a latent, stores of a token: its own, and in int8 those of its scale."""
+    """Return the number of elements stored per token by one head of K or of V, or by a latent.
+
+    In int8 the scale of the row is counted too.
+    """
     return head_dim + SCALE_BYTES if dtype == "int8" else head_dim
 
 
 def num_parts(kind: str) -> int:
-    """Tensors that a layer of a group stores of a token: K and V, or the one latent."""
+    """Return the number of tensors that a layer of a group stores per token: two for K and V, one for a latent."""
     return 1 if kind == "latent" else 2
 
 
 @dataclass(frozen=True)
 class CacheLimits:
-    """What is served at most, in tokens and sequences."""
+    """The limits of what is served at once, in tokens and sequences."""
 
     block_size: int
     max_model_len: int
@@ -44,33 +48,42 @@ class CacheLimits:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """What its pool must know of a KV group whose queries see all tokens before them, as in full attention.
+    """A KV group whose queries see all tokens before them, as in full attention; other kinds are subclasses.
 
-    The other kinds are subclasses. Positions and windows are in tokens. A group that `gives_back` frees blocks while a
-    sequence runs, as soon as no later query sees them.
+    It has the facts that the group's block pool needs. Positions and windows are in tokens. A group that `gives_back`
+    frees blocks while a sequence runs, as soon as no later query sees them.
     """
 
     bytes_per_token: int
     gives_back: ClassVar[bool] = False
 
     def first_key(self, position: int) -> int:
-        """The first token that the query at `position` sees, sinks aside; it sees all from there to itself."""
+        """Return the first token that the query at `position` sees, sinks aside.
+
+        The query sees all tokens from there to itself.
+        """
         return 0
 
     def unseen_from(self, token: int) -> int:
-        """The first position whose query does not see `token` any more; sinks count as the token behind them."""
+        """Return the first position whose query no longer sees `token`; sinks count as the first token after them."""
         return NEVER
 
     def held_blocks(self, limits: CacheLimits, num_tokens: int, num_new: int) -> int:
-        """Most blocks that a sequence of up to `num_tokens` holds at once if a step computes up to `num_new` of them."""
+        """Return the most blocks that a sequence of up to `num_tokens` holds at once.
+
+        num_new: the most tokens that a step computes of it.
+        """
         return limits.blocks_for(num_tokens)
 
     def most_blocks(self, limits: CacheLimits) -> int:
-        """Most blocks that one sequence ever holds."""
+        """Return the most blocks that one sequence ever holds."""
         return self.held_blocks(limits, limits.max_model_len, limits.max_num_batched_tokens)
 
     def evicted(self, sinks: int, window: int, block_size: int, chooses: bool) -> CacheGroup:
-        """The group with what `Eviction` makes its sequences forget. Raises ConfigError or UnsupportedError."""
+        """Return the group as it is when `Eviction` makes its sequences forget tokens.
+
+        Raises ConfigError or UnsupportedError where the group's layers need more tokens.
+        """
         counted = block_size if chooses else 0
         return EvictedCacheGroup(self.bytes_per_token, window, sinks, STRIDE * block_size, counted)
 
@@ -89,7 +102,7 @@ class WindowCacheGroup(CacheGroup):
         return token + self.window
 
     def held_blocks(self, limits: CacheLimits, num_tokens: int, num_new: int) -> int:
-        # Keys before the first new token, and the new ones; they may begin at the last token of a block.
+        # The span holds the keys before the first new token and the new tokens. It may begin at a block's last token.
         span = self.window - 1 + num_new
         return min(limits.blocks_for(num_tokens), (span + limits.block_size - 2) // limits.block_size + 1)
 
@@ -122,8 +135,9 @@ class ChunkCacheGroup(WindowCacheGroup):
 class EvictedCacheGroup(CacheGroup):
     """A KV group whose sequences forget all but their sinks and their last `window` tokens, see `Eviction`.
 
-    All are multiples of a block. What is forgotten changes where the sequence's length is a multiple of `stride`. counted: queries
-    at the end of a stride by whose attention the sinks are chosen; 0: they are the first tokens.
+    window, sinks and stride are multiples of a block. Which tokens are kept changes only where the sequence's length is
+    a multiple of `stride`. counted: the number of queries at the end of a stride by whose attention the sinks are
+    chosen; 0 means that the sinks are the first tokens.
     """
 
     window: int
@@ -144,18 +158,18 @@ class EvictedCacheGroup(CacheGroup):
 
     @property
     def first_choice(self) -> int:
-        """The first position whose query does not see all before it."""
+        """The first position whose query does not see all tokens before it."""
         return ((self.sinks + self.window) // self.stride + 1) * self.stride
 
     @property
     def first_counted(self) -> int:
-        """The first token that is needed whatever the cache holds of its sequence, as its attention counts."""
+        """The first token whose attention is counted, and which is therefore computed even if it is cached."""
         return max(0, self.first_choice - self.stride - self.counted) if self.counted else NEVER
 
     def most_new(self, position: int) -> int:
-        """Tokens from `position` on that see the same keys but for one another.
+        """Return how many tokens from `position` on see the same earlier keys.
 
-        Where attention is counted, also no more than to the end of a stride whose last queries count.
+        Where attention is counted, the number also ends at the end of a stride whose last queries are counted.
         """
         first = self.first_choice - (self.stride if self.counted else 0)
         return max(first, (position // self.stride + 1) * self.stride) - position
@@ -166,14 +180,15 @@ class EvictedCacheGroup(CacheGroup):
 
 @dataclass(frozen=True)
 class Eviction:
-    """What a sequence forgets while it runs: all but `sinks` tokens and its last `window`, rounded up to blocks.
+    """The rule by which a sequence forgets tokens while it runs: it keeps `sinks` tokens and its last `window` tokens.
 
-    The sinks are its first tokens, or if it `chooses` the blocks that attention gives most (runtime/kv_cache/heavy_hitters.py).
-    Both are forgotten where the sequence's length is a multiple of a stride, so that a query's keys depend on its position
-    alone and on no schedule; it sees up to a stride more than the window. Layers that attend over a window of their own have to
-    have one that is no longer.
-    Sources: Xiao et al. 2024, arXiv:2309.17453 (attention sinks); Zhang et al. 2023, arXiv:2306.14048 (heavy hitters, as many
-    as are kept of the latest). Keys keep the positions that they were rotated for; what ALiBi adds is by places among what is kept.
+    Both are rounded up to blocks. The sinks are its first tokens or, if it `chooses`, the blocks that get most
+    attention (runtime/kv_cache/heavy_hitters.py). Tokens are forgotten where the sequence's length is a multiple of a
+    stride, so that a query's keys depend on its position alone and on no schedule; it sees up to a stride more than the
+    window. Layers with an attention window of their own must have one that is no longer. Keys keep the positions that
+    they were rotated for; ALiBi's bias is by places among the tokens that are kept. Sources: Xiao et al. 2024,
+    arXiv:2309.17453 (attention sinks); Zhang et al. 2023, arXiv:2306.14048 (heavy hitters, with as many chosen tokens
+    as latest ones).
     """
 
     sinks: int
@@ -182,11 +197,15 @@ class Eviction:
 
     @staticmethod
     def parse(text: str) -> Eviction:
-        """`sinks:4+window:1024`, or `heavy-hitters:2048`, half of which are the latest. Raises ConfigError."""
+        """Parse `sinks:4+window:1024` or `heavy-hitters:2048`; raise ConfigError for anything else.
+
+        Half of the heavy hitters' tokens are the latest tokens, the window.
+        """
         match = re.fullmatch(r"sinks:(\d{1,9})\+window:(\d{1,9})|heavy-hitters:(\d{1,9})", text)
         if match is None or not int(match[2] or match[3]):
             raise ConfigError(
-                f"kv_evict is {text!r}, expected sinks:N+window:M or heavy-hitters:N in tokens, as in sinks:4+window:1024"
+                f"kv_evict is {text!r}, expected sinks:N+window:M or heavy-hitters:N in tokens,"
+                " as in sinks:4+window:1024"
             )
         if match[3]:
             window = (int(match[3]) + 1) // 2
@@ -194,7 +213,10 @@ class Eviction:
         return Eviction(int(match[1]), int(match[2]))
 
     def apply(self, groups: Sequence[CacheGroup], block_size: int) -> tuple[CacheGroup, ...]:
-        """The groups of a cache that evicts. Raises ConfigError for one whose layers need more."""
+        """Return the groups of a cache that evicts; raise ConfigError for a group whose layers need more tokens.
+
+        Raises UnsupportedError for layers that attend in chunks.
+        """
         sinks, window = (-(-count // block_size) * block_size for count in (self.sinks, self.window))
         return tuple(group.evicted(sinks, window, block_size, self.chooses) for group in groups)
 
@@ -205,31 +227,34 @@ KINDS: dict[str, Callable[[int, int], CacheGroup]] = {
     "window": WindowCacheGroup,
     "chunk": ChunkCacheGroup,
 }
-"""By the kind of a manifest's entry: what makes the group of (bytes per token, window)."""
+"""The constructors of groups, called with (bytes per token, window), by the `kind` of a manifest's entry."""
 
 
 def cache_groups(entries: Sequence[Mapping[str, Any]]) -> tuple[CacheGroup, ...]:
-    """The groups of an artifact, from its manifest's `kv_groups`."""
+    """Return the groups of an artifact, from its manifest's `kv_groups`."""
     return tuple(KINDS[str(entry["kind"])](int(entry["bytes_per_token"]), int(entry["window"])) for entry in entries)
 
 
 def pools_bytes(groups: Sequence[CacheGroup], limits: CacheLimits, num_blocks: Sequence[int]) -> int:
-    """The memory of pools of `num_blocks`, one a group."""
+    """Return the memory of the groups' pools, of which each has its number of `num_blocks`."""
     sizes = zip(groups, num_blocks, strict=True)
     return sum(limits.block_size * group.bytes_per_token * count for group, count in sizes)
 
 
 def pools_for_all(groups: Sequence[CacheGroup], limits: CacheLimits) -> tuple[int, ...]:
-    """Blocks of each group in which `max_num_seqs` sequences of full length run at once; block 0, for padding, included."""
+    """Return the blocks per group with which `max_num_seqs` sequences of full length run at once.
+
+    Block 0, which is for padding, is included.
+    """
     return tuple(1 + limits.max_num_seqs * group.most_blocks(limits) for group in groups)
 
 
 def share_out(groups: Sequence[CacheGroup], limits: CacheLimits, memory_bytes: int) -> tuple[int, ...]:
-    """Blocks of each group's pool, block 0 included, that `memory_bytes` hold.
+    """Return the blocks of each group's pool, block 0 included, that fit in `memory_bytes`.
 
-    All groups get the same number, the largest that fits, but those that give blocks back no more than
-    `max_num_seqs` sequences can ever need: what these leave goes to the others, whose size bounds how long and how
-    many sequences may be. Raises ConfigError for less than two blocks.
+    All groups get the same number, the largest that fits. But groups that give blocks back get no more than
+    `max_num_seqs` sequences can ever need; the memory that they leave goes to the others, whose size bounds how long
+    and how many sequences may be. Raises ConfigError for less than two blocks.
     """
     caps = [
         most if group.gives_back else NEVER for group, most in zip(groups, pools_for_all(groups, limits), strict=True)
@@ -248,6 +273,6 @@ def share_out(groups: Sequence[CacheGroup], limits: CacheLimits, memory_bytes: i
             f"kv_memory_bytes {memory_bytes} holds less than two blocks of {block_bytes} bytes;"
             f" give at least {2 * block_bytes}, or {cost(full_length)} for one sequence of full length"
         )
-    # Where every group has a cap, more memory than they need buys nothing.
+    # Where every group has a cap, memory beyond the caps is not used.
     most = min(memory_bytes // min(limits.block_size * group.bytes_per_token for group in groups), max(caps))
     return pools(bisect_right(range(most + 1), memory_bytes, key=cost) - 1)

@@ -1,6 +1,6 @@
-"""The artifact's format, as both its writer and its reader see it: file names, digests, stored element types.
+"""The artifact's format, shared by its writer and its reader: file names, digests, stored element types.
 
-Neither torch nor numpy: the runtime imports this module.
+The runtime imports this module, so it imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import xxhash
 
 FORMAT_VERSION = 2
 MANIFEST = "engine.json"
-PROGRAM = "program.json"  # of an artifact with one program; those of several ranks have one each
+PROGRAM = "program.json"  # the program's file in an artifact with one program; with several ranks, each has its own
 ONNX_MODEL = "model.onnx"
 TENSORRT_PLAN = "tensorrt/engine.plan"
-TENSORRT_LAYERS = (
-    "tensorrt/layers.json"  # the network that the plan was built from; of several plans, each one's by its name
-)
+# The network that the plan was built from. With several plans, it holds the network of each by the plan's name.
+TENSORRT_LAYERS = "tensorrt/layers.json"
 CERTIFICATE = "certificate.json"
-SIGNATURE = "signature.json"  # who an artifact is from, if anybody says so; not among its files: it is of them
-COSTS = "graph/costs.json"  # what the program costs after each pass, as `inferc explain` reads it
-ALIGNMENT = 64  # of every weight's first byte: a cache line, and the widest vector load
-CHUNK_BYTES = 64 << 20  # of a weight file, digested and checked on its own
+SIGNATURE = "signature.json"  # signatures of the artifact; not one of the manifest's files, as it signs these
+COSTS = "graph/costs.json"  # the program's costs after each pass, which `inferc explain` reads
+ALIGNMENT = 64  # the alignment of every weight's first byte: a cache line, and the widest vector load
+CHUNK_BYTES = 64 << 20  # the size of a chunk of a weight file; each chunk has its own digest
 
 # dtype name -> (safetensors' name, bytes of an element)
 STORED_DTYPES = {
@@ -42,26 +41,29 @@ STORED_DTYPES = {
 
 
 def segment_plan(name: str) -> str:
-    """The file of a segment's plan."""
+    """Return the file name of a segment's TensorRT plan."""
     return f"tensorrt/{name}.plan"
 
 
 def holds_weights(name: str, entry: Mapping[str, Any]) -> bool:
-    """Whether a file, which the manifest says `entry` of, has weights in it: plans of segments are mapped too, and have none."""
+    """Return whether a file with this entry in the manifest holds weights.
+
+    Plans of segments are mapped as weight files are, but hold none.
+    """
     return "xxh3_128" in entry and not name.startswith("tensorrt/segment-")
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One row of the step's weight table: where a tensor lies and what its bytes mean."""
+    """A row of the step's weight table: where a tensor is stored and how its bytes are read."""
 
     name: str
     file: str
-    offset: int  # of the first byte, in the file; a multiple of 64
+    offset: int  # the offset of the first byte in the file, a multiple of 64
     num_bytes: int
     dtype: str
-    shape: tuple[int, ...]  # the logical tensor
-    physical_shape: tuple[int, ...]  # the stored one
+    shape: tuple[int, ...]  # the shape of the logical tensor
+    physical_shape: tuple[int, ...]  # the shape of the stored tensor
     layout: str  # "" for row-major
 
 
@@ -70,17 +72,17 @@ def align(size: int) -> int:
 
 
 def json_bytes(value: Any) -> bytes:
-    """`value` as the JSON text of an artifact: indented for people, and the same bytes for equal values."""
+    """Return `value` as the JSON text of an artifact: indented for people, and the same bytes for equal values."""
     return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def seal_manifest(manifest: dict[str, Any]) -> bytes:
-    """engine.json: `manifest` as JSON whose last key is the SHA-256 of every byte before it."""
+    """Return the bytes of engine.json: `manifest` as JSON whose last key is the SHA-256 of every byte before it."""
     return _seal(json_bytes(manifest).removesuffix(b"\n}\n"))
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether these are, to the byte, what `seal_manifest` wrote."""
+    """Return whether the bytes are exactly what `seal_manifest` wrote."""
     return data == _seal(data[: -len(_seal(b""))])
 
 
@@ -90,7 +92,7 @@ def _seal(body: bytes) -> bytes:
 
 @dataclass
 class ChunkDigests:
-    """XXH3-128 of each `CHUNK_BYTES` of a stream that comes in pieces of any size."""
+    """The XXH3-128 digests of each `CHUNK_BYTES` of a stream that arrives in pieces of any size."""
 
     digests: list[str] = field(default_factory=list)
     num_bytes: int = 0

@@ -1,8 +1,9 @@
-"""The types of engine.json and of program.json: what their reader may rely on once it has read them.
+"""The types of engine.json, program.json and records.json, by which their reader checks them before use.
 
-A digest that matches says that a file is as it was written, not that it was written well. So both files are read by these types
-before anything is taken from them; a field that is missing, or of another type, is told by its place (`$.programs[0].tp_rank`).
-Fields that are not named here, or are only shown to people, may be anything. Neither torch nor numpy.
+A digest that matches says that a file is as it was written, not that it was written well. So the files are checked
+against these types before anything is taken from them; a field that is missing or of another type is reported by its
+place (`$.programs[0].tp_rank`). Fields that are not named here, or are only shown to people, may be anything. Imports
+neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from inferc.system.json_text import parse_json
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Positive = Annotated[int, Meta(ge=1, le=1 << 53)]
-Small = Annotated[int, Meta(ge=0, le=1 << 20)]  # of what tables are made for
+Small = Annotated[int, Meta(ge=0, le=1 << 20)]  # an index or count by which tables in memory are sized
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-Shape = Annotated[list[Count | str], Meta(min_length=1)]  # sizes that a step decides are names
+Shape = Annotated[list[Count | str], Meta(min_length=1)]  # a size that depends on the step is a name
 Pool = Literal["T", "S", "B", "sample"]
 Type = TypeVar("Type")
 
 
 class FileEntry(Struct, frozen=True):
-    """A file of the artifact: one that is read whole has a SHA-256, one that is mapped the digests of its chunks."""
+    """A file of the artifact: a file read whole has a SHA-256, a mapped file has the digests of its chunks."""
 
     bytes: Count
     sha256: Sha256 | UnsetType = UNSET
@@ -152,7 +153,7 @@ class Tensorrt(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """engine.json."""
+    """The contents of engine.json."""
 
     format_version: int
     producer: str
@@ -233,18 +234,21 @@ class Observable(Struct, frozen=True):
 
 
 class Product(Struct, frozen=True):
-    """What a matrix product of the compiled step is expected to come to, of `inferc bench kernels`."""
+    """A matrix product of the compiled step, with its expected costs, for `inferc bench kernels`."""
 
     nodes: list[str]
     n: Count
     k: Count
-    row_bytes: Count
-    weight_bytes: float  # of four bits with scales, a fraction
+    row_bytes: Count  # the bytes of an element of a row
+    weight_bytes: float  # the bytes of an element of the weight, 0.5 for four bits
     choices: dict[str, list[dict[str, int | float]]]
 
 
 class Node(Struct, frozen=True):
-    """A node of the lowered graph. val: its type, types of several results, or a size."""
+    """A node of the lowered graph.
+
+    val: its type, the types of several results, or a size.
+    """
 
     op: Literal["placeholder", "get_attr", "call_function", "output"]
     id: str
@@ -270,7 +274,7 @@ class Graph(Struct, frozen=True):
 
 
 class Where(Struct, frozen=True):
-    """Where an argument of a launch lies: in the arena, or by the name of something that the runner holds."""
+    """The place of a launch's argument: in the arena, or the name of something that the runner holds."""
 
     value: Pool | UnsetType = UNSET
     offset: Count | UnsetType = UNSET
@@ -291,7 +295,7 @@ class Choice(Struct, frozen=True):
 
 
 class Launch(Struct, frozen=True):
-    """A launch of a step on a GPU: a kernel by the number of rows, or an engine of TensorRT."""
+    """A launch of a step on a GPU: a kernel chosen by the number of rows, or a TensorRT engine."""
 
     rows: Literal["tokens", "rows", "seqs"]
     arguments: dict[str, Where]
@@ -318,7 +322,10 @@ class SharedPrefixes(Struct, frozen=True):
 
 
 class Program(Struct, frozen=True):
-    """program.json. The last four are of targets whose steps are launches, or C++."""
+    """The contents of program.json.
+
+    The last four fields are for targets whose steps are GPU launches or C++.
+    """
 
     step: StepTypes
     weights: list[WeightRow]
@@ -359,7 +366,7 @@ class RecordLibrary(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a kernel of a GPU is launched (codegen/triton/aot/launch.py, LaunchRecord)."""
+    """A record of how a GPU kernel is launched (codegen/triton/aot/launch.py, LaunchRecord)."""
 
     name: str
     op: str
@@ -381,7 +388,10 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_typed(data: bytes, kind: type[Type]) -> tuple[dict[str, Any], Type]:
-    """A JSON file as parsed, and as one of these types. Raises ValueError, naming the field, where it is not of the type."""
+    """Read a JSON file; return it as parsed, and converted to the type `kind`.
+
+    Raises ValueError, naming the field, where it is not of that type.
+    """
     raw = parse_json(data)
     try:
         return raw, msgspec.convert(raw, kind)
@@ -390,7 +400,7 @@ def read_typed(data: bytes, kind: type[Type]) -> tuple[dict[str, Any], Type]:
 
 
 def _in_words(error: Exception) -> str:
-    """msgspec's message (Expected `int`, got `str` - at `$.files`) with the field first."""
+    """Return msgspec's message (Expected `int`, got `str` - at `$.files`) with the field first."""
     if isinstance(error, RecursionError):
         return "its brackets are nested too deeply"
     text = str(error).replace("`", "")

@@ -1,11 +1,11 @@
-"""Who an artifact is from: Ed25519 signatures beside its files, and the keys that are trusted.
+"""The signatures of an artifact: Ed25519 signatures beside its files, and the keys that are trusted.
 
-Digests in engine.json prove that files are as they were written, by whomsoever. A signature is of a statement: the SHA-256 of
-engine.json, which has those of all that executes and of all that is read whole, and the SHA-256 of each chunk of the files that
-are mapped, of which the manifest has sums that somebody could work around.
+Digests in engine.json prove that files are as they were written, by whomever. A signature signs a statement: the
+SHA-256 of engine.json, which contains the SHA-256 of all files that are executed or read whole, and the SHA-256 of each
+chunk of the files that are mapped. The manifest has only XXH3 digests of those chunks, which an attacker could forge.
 
-The file is a DSSE envelope (Dead Simple Signing Envelope 1.0, of the in-toto project), and keys are OpenSSH's: `ssh-keygen -t
-ed25519` makes them as well, and `ssh-keygen -l` shows the same fingerprints.
+The file is a DSSE envelope (Dead Simple Signing Envelope 1.0, of the in-toto project), and keys are OpenSSH's:
+`ssh-keygen -t ed25519` makes them as well, and `ssh-keygen -l` shows the same fingerprints.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from msgspec import Meta, Struct
 from inferc.errors import ArtifactError, ConfigError
 from inferc.manifest import MANIFEST, SIGNATURE, json_bytes
 from inferc.manifest_types import Sha256, read_typed
-from inferc.system.atomic_file import whole_file
+from inferc.system.atomic_file import atomic_write
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 PAYLOAD_TYPE = "application/vnd.inferc.artifact+json"
 KIND = "ssh-ed25519"
-MAX_BYTES = 1 << 20  # of a file of keys
+MAX_BYTES = 1 << 20  # the largest size of a file of keys
 SIGN = "sign it: `inferc sign {folder} --key KEY`"
 
 
 class Statement(Struct, frozen=True):
-    """What is signed. chunks: of each mapped file, the SHA-256 of every CHUNK_BYTES."""
+    """The statement that is signed; `chunks` holds, for each mapped file, the SHA-256 of every CHUNK_BYTES."""
 
     engine_json_sha256: Sha256
     chunks: dict[str, list[Sha256]]
@@ -49,7 +49,7 @@ class EnvelopeSignature(Struct, frozen=True):
 
 
 class Envelope(Struct, frozen=True):
-    """signature.json."""
+    """The contents of signature.json."""
 
     payloadType: str
     payload: str
@@ -58,7 +58,7 @@ class Envelope(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class PublicKey:
-    """A key that signatures are checked by. comment: whose it is, as its line says."""
+    """A key that signatures are checked by; `comment` says whose it is, as in the key's line."""
 
     key: Ed25519PublicKey
     comment: str = ""
@@ -94,7 +94,10 @@ def _require_cryptography() -> None:
 
 
 def new_key(path: Path, comment: str = "") -> PublicKey:
-    """Make a pair of keys: `path`, which its owner alone can read, and `path`.pub. Raises ConfigError where one is there."""
+    """Make a pair of keys, `path` and `path`.pub; only the owner can read `path`.
+
+    Raises ConfigError where one of the files exists.
+    """
     _require_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -118,7 +121,7 @@ def new_key(path: Path, comment: str = "") -> PublicKey:
 
 
 def read_private_key(path: Path) -> Ed25519PrivateKey:
-    """A key of OpenSSH or in PEM. Raises ConfigError, saying what it is instead."""
+    """Read a private key in OpenSSH's format or PEM; raise ConfigError for anything else, saying what it is."""
     _require_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
@@ -128,7 +131,7 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
         private = f", {path.with_suffix('')}" if path.suffix == ".pub" else ""
         raise ConfigError(f"{path} is the public half of a key; sign with the private one{private}")
     for load in (load_ssh_private_key, load_pem_private_key):
-        with suppress(Exception):  # of many kinds, by what is wrong with a file of the other format
+        with suppress(Exception):  # a file of the other format raises exceptions of many kinds
             found = found or load(data, None)
     if not isinstance(found, Ed25519PrivateKey):
         is_locked = b"ENCRYPTED" in data or (b"OPENSSH PRIVATE KEY" in data and found is None)
@@ -140,7 +143,7 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
 
 
 def read_trusted_keys(path: Path) -> tuple[PublicKey, ...]:
-    """The keys of a file: a line each, as in a .pub file of OpenSSH; # begins a comment. Raises ConfigError."""
+    """Read the keys of a file, one per line as in OpenSSH's .pub files; # begins a comment. Raises ConfigError."""
     _require_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
@@ -162,7 +165,7 @@ def read_trusted_keys(path: Path) -> tuple[PublicKey, ...]:
         try:
             key = load_ssh_public_key(f"{kind} {data}".encode())
             assert isinstance(key, Ed25519PublicKey)
-        except Exception:  # noqa: BLE001  (of many kinds)
+        except Exception:  # noqa: BLE001  (a damaged key raises exceptions of many kinds)
             raise ConfigError(f"{path}, line {number}: the key is damaged; copy it again") from None
         keys.append(PublicKey(key, comment.strip()))
     if not keys:
@@ -185,7 +188,10 @@ def _read(path: Path) -> bytes:
 
 
 def to_sign(payload: bytes) -> bytes:
-    """The bytes that are signed: DSSE's pre-authentication encoding, so that no type can be taken for another."""
+    """Return the bytes that are signed, in DSSE's pre-authentication encoding.
+
+    The encoding contains the payload's type, so that no type can be taken for another.
+    """
     kind = PAYLOAD_TYPE.encode()
     return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
 
@@ -193,7 +199,10 @@ def to_sign(payload: bytes) -> bytes:
 def write_signature(
     folder: Path, manifest: bytes, chunks: Mapping[str, Sequence[str]], key: Ed25519PrivateKey
 ) -> PublicKey:
-    """Sign an artifact whose engine.json and chunks have been checked; signatures of the same by other keys stay."""
+    """Sign an artifact whose engine.json and chunks have been checked; return the public key.
+
+    Signatures of the same statement by other keys stay.
+    """
     public = PublicKey(key.public_key())
     digest = hashlib.sha256(manifest).hexdigest()
     payload = json_bytes({"engine_json_sha256": digest, "chunks": {name: list(each) for name, each in chunks.items()}})
@@ -205,13 +214,13 @@ def write_signature(
             others = [each for each in before.signatures if each.keyid != public.fingerprint]
     made = {"keyid": public.fingerprint, "sig": base64.b64encode(key.sign(to_sign(payload))).decode()}
     rows: list[dict[str, Any]] = [*({"keyid": each.keyid, "sig": each.sig} for each in others), made]
-    with whole_file(folder / SIGNATURE) as partial:
+    with atomic_write(folder / SIGNATURE) as partial:
         partial.write_bytes(json_bytes({"payloadType": PAYLOAD_TYPE, "payload": encoded, "signatures": rows}))
     return public
 
 
 def read_envelope(folder: Path) -> Envelope | None:
-    """signature.json; None where there is none. Raises ArtifactError for what is no envelope."""
+    """Read signature.json; return None where there is none, and raise ArtifactError for what is no envelope."""
     path = folder / SIGNATURE
     try:
         envelope = read_typed(path.read_bytes(), Envelope)[1]
@@ -227,9 +236,10 @@ def read_envelope(folder: Path) -> Envelope | None:
 
 
 def signature_facts(folder: Path, manifest: bytes) -> dict[str, Any] | None:
-    """What an artifact says of its signature, of which nothing is proven without a trusted key; None where there is none.
+    """Return what an artifact says of its signature, or None where it has none.
 
-    is_current: it is of this engine.json. Raises ArtifactError for a damaged one.
+    Without a trusted key this proves nothing. is_current: whether the signature is of this engine.json. Raises
+    ArtifactError for a damaged signature.
     """
     envelope = read_envelope(folder)
     if envelope is None:
@@ -239,7 +249,7 @@ def signature_facts(folder: Path, manifest: bytes) -> dict[str, Any] | None:
 
 
 def statement_of(folder: Path, envelope: Envelope) -> Statement:
-    """What an envelope says, whoever signed it. Raises ArtifactError."""
+    """Return the statement in an envelope, whoever signed it; raise ArtifactError for a damaged one."""
     try:
         return read_typed(_decoded(envelope.payload), Statement)[1]
     except ValueError as error:
@@ -249,10 +259,10 @@ def statement_of(folder: Path, envelope: Envelope) -> Statement:
 def check_signature(
     folder: Path, manifest: bytes, mapped: Mapping[str, Sequence[str]], trusted: Sequence[PublicKey], keys_file: Path
 ) -> tuple[PublicKey, Statement]:
-    """Who of the trusted keys signed the artifact with this engine.json, and the statement that was signed.
+    """Return the trusted key that signed the artifact with this engine.json, and the statement that it signed.
 
-    mapped: of each file that is mapped, its sums in the manifest. Raises ArtifactError: not signed, signed by none of the keys,
-    or changed since.
+    mapped: the manifest's digests of the chunks of each mapped file. Raises ArtifactError if the artifact is not
+    signed, is signed by none of the keys, or was changed since.
     """
     envelope = read_envelope(folder)
     if envelope is None:
@@ -264,8 +274,8 @@ def check_signature(
     sign = SIGN.format(folder=folder)
     if hashlib.sha256(manifest).hexdigest() != statement.engine_json_sha256:
         raise ArtifactError(
-            f"{folder} was changed after {key.name} signed it: its {MANIFEST} is another; if the change is yours (a target"
-            f" that was added), {sign}"
+            f"{folder} was changed after {key.name} signed it: its {MANIFEST} is another;"
+            f" if the change is yours (a target that was added), {sign}"
         )
     if {name: len(each) for name, each in mapped.items()} != {
         name: len(each) for name, each in statement.chunks.items()
@@ -282,21 +292,21 @@ def _signer(folder: Path, envelope: Envelope, trusted: Sequence[PublicKey], keys
     if not ours:
         signers = ", ".join(each.keyid for each in envelope.signatures[:3])
         raise ArtifactError(
-            f"{folder} is signed by {signers}, which is not among the keys of {keys_file} ({len(trusted)}); add the key's"
-            " line there if you trust its owner"
+            f"{folder} is signed by {signers}, which is not among the keys of {keys_file} ({len(trusted)});"
+            " add the key's line there if you trust its owner"
         )
     for key, signature in ours:
         with suppress(InvalidSignature, ValueError):
             key.key.verify(_decoded(signature), to_sign(_decoded(envelope.payload)))
             return key
     raise ArtifactError(
-        f"the signature of {folder} by {ours[0][0].name} does not match: {SIGNATURE} was changed, or is not by that key;"
-        f" {SIGN.format(folder=folder)}"
+        f"the signature of {folder} by {ours[0][0].name} does not match: {SIGNATURE} was changed,"
+        f" or is not by that key; {SIGN.format(folder=folder)}"
     )
 
 
 def _decoded(text: str) -> bytes:
-    """Raises ValueError for what is not base64."""
+    """Decode base64; raise ValueError for anything else."""
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:

@@ -1,8 +1,8 @@
-"""The targets, a row each: what each takes and can do. Nothing else in the package asks for a target's name.
+"""The table of targets: one row per target says what it takes and can do.
 
-A row names the two places that know the target: its backend, which compiles for it, and its runner factory, which runs what was
-compiled. A target from outside is a row more (docs/architecture.md, "A target"). The runtime imports this module, so it imports
-neither torch nor numpy.
+No other module of the package tests a target's name. A row names the two places that know the target: its backend,
+which compiles for it, and its runner factory, which runs what was compiled. A target from outside is one more row
+(docs/architecture.md, "A target"). The runtime imports this module, so it imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from inferc.errors import ConfigError, UnsupportedError
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-"""The chips of NVIDIA that kernels are compiled for."""
+"""The NVIDIA chips that kernels are compiled for."""
 
 DEFAULT_TARGET = "cpu"
 
@@ -27,59 +27,63 @@ ALL_DTYPES = ("bfloat16", "float32", "float16")
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """What one target takes of a compile, and what its steps are. `name` is that of `--target`, without chips."""
+    """The row of one target: which options of a compile it takes, and how its steps run.
+
+    `name` is the name in `--target`, without chips.
+    """
 
     name: str
     runs_on: str
-    """What computes its steps, in the words of messages."""
+    """What computes its steps, as messages call it."""
     backend: str
-    """module:name of its `Backend` (inferc.backends.backend)."""
+    """The module:name of its `Backend` (inferc.backends.backend)."""
     runner: str
-    """module:name of its `RunnerFactory` (inferc.runtime.runners.api)."""
+    """The module:name of its `RunnerFactory` (inferc.runtime.runners.api)."""
     extra: str = ""
     """The extra of pyproject.toml that it needs."""
     packages: tuple[str, ...] = ()
-    """The modules of that extra which compiling imports."""
+    """The modules of that extra that compiling imports."""
     archs: Literal["none", "one", "many"] = "none"
-    """How many chips are named behind it."""
+    """How many chips its name is followed by."""
     known_archs: tuple[str, ...] = ()
-    """The chips there is code for; none: whatever has the form of one."""
+    """The chips that there is code for; empty: any name of the form of a chip."""
     kv: Literal["paged", "dense"] = "paged"
-    """How K and V lie: in blocks of the KV cache, or a row of it for each sequence."""
+    """The layout of the KV cache: in blocks, or one row per sequence."""
     kv_row_multiple: int = 1
-    """A dense row holds a multiple of so many tokens."""
+    """The number of tokens that the length of a dense row is a multiple of."""
     dtypes: tuple[str, ...] = MODEL_DTYPES
     default_dtype: str | None = None
-    """Taken where none is asked for; None: the checkpoint's."""
+    """The dtype where the user gives none; None: the checkpoint's."""
     schemes: tuple[str, ...] = INTEGERS
     schemes_of_chips: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Of schemes that not every chip computes: the number of the first chip that does."""
+    """For each quantization scheme that not every chip computes, the number of the first chip that does."""
     kv_dtypes: tuple[str, ...] = (*MODEL_DTYPES, "int8")
     ranks: bool = False
-    """Whether --tp, --pp and --ep spread a model over several."""
+    """Whether --tp, --pp and --ep can spread a model over several ranks."""
     deterministic: Literal["always", "on_request", "never"] = "always"
     """Whether the bits of a row depend on its own sequence alone."""
     token_budget: int = 512
-    """Tokens of a step at most, unless asked for otherwise."""
+    """The default of the most tokens of a step."""
     kernels_certified: Literal["compile", "verify", "never"] = "never"
-    """Where its kernels get their row of the certificate: as the model is compiled, by `inferc verify` on its machine, or not yet."""
+    """When its kernels get their row of the certificate: at compile time, by `inferc verify` on the machine that runs
+    them, or never."""
     kernels_round_rows: bool = False
-    """Whether its kernels round rows that a quantized program has in floats."""
+    """Whether its kernels round rows that a quantized program keeps in floats."""
     is_oracle: bool = False
-    """Whether it is there to judge others by, and not to serve."""
+    """Whether the target serves only to judge other targets by."""
     more_targets: bool = False
-    """Whether `--add-target` adds chips to an artifact."""
+    """Whether `--add-target` can add chips to an artifact."""
 
     def dense_row(self, max_model_len: int) -> int:
-        """The tokens that a sequence's row of a dense cache has room for."""
+        """Return the number of tokens that a sequence's row of a dense KV cache has room for."""
         return -(-max_model_len // self.kv_row_multiple) * self.kv_row_multiple
 
     def find_backend(self) -> Any:
-        """The backend class; imports what compiling for the target takes."""
+        """Import and return the backend class, with what compiling for the target needs."""
         return _find(self.backend)
 
     def find_runner(self) -> Any:
-        """The runner factory; imports what running its steps takes."""
+        """Import and return the runner factory, with what running the target's steps needs."""
         return _find(self.runner)
 
 
@@ -195,16 +199,16 @@ TARGETS: tuple[TargetSpec, ...] = (
 
 @dataclass(frozen=True)
 class Target:
-    """What an artifact is compiled for: a row of TARGETS, and the chips of it that are named."""
+    """The target that an artifact is compiled for: a row of TARGETS, and the chips that are named."""
 
     spec: TargetSpec
     archs: tuple[str, ...] = ()
 
     @staticmethod
     def parse(text: str) -> Target:
-        """From the command line's form: `cpu`, `onnx:cuda`, `cuda:sm_90,sm_80`, `tensorrt:sm_86`.
+        """Parse a target in the command line's form: `cpu`, `onnx:cuda`, `cuda:sm_90,sm_80`, `tensorrt:sm_86`.
 
-        Raises ConfigError for what is none, UnsupportedError for a chip that there is no code for.
+        Raises ConfigError for what is no target, UnsupportedError for a chip that there is no code for.
         """
         spec, named = _split(text)
         if spec.archs == "none":
@@ -224,24 +228,24 @@ class Target:
         return Target(spec, archs)
 
     def __str__(self) -> str:
-        """The form that `parse` takes."""
+        """Return the form that `parse` takes."""
         return f"{self.spec.name}:{','.join(self.archs)}" if self.archs else self.spec.name
 
     @property
     def device(self) -> str:
-        """The kind of target, without chips and variants: `cpu`, `cuda`, `onnx`, …"""
+        """The kind of target, without chips and variants: `cpu`, `cuda`, `onnx` and so on."""
         return self.spec.name.partition(":")[0]
 
     @property
     def schemes(self) -> tuple[str, ...]:
-        """The schemes of quantization that all of its chips compute."""
+        """The quantization schemes that all of the target's chips compute."""
         first = self.spec.schemes_of_chips
         oldest = min((int(arch.removeprefix("sm_")) for arch in self.archs), default=0)
         return tuple(scheme for scheme in self.spec.schemes if oldest >= first.get(scheme, 0))
 
     @property
     def each(self) -> tuple[str, ...]:
-        """One name a chip, as the manifest has them: `cuda:sm_90`, `cuda:sm_80`."""
+        """The names of the target with one chip each, as the manifest lists them: `cuda:sm_90`, `cuda:sm_80`."""
         return tuple(f"{self.spec.name}:{arch}" for arch in self.archs) or (self.spec.name,)
 
     def check(self, option: str, value: str, kind: Literal["dtypes", "schemes", "kv_dtypes"]) -> None:
@@ -251,7 +255,10 @@ class Target:
             raise self.refuse(option, value, takes, self._other_for(value, kind))
 
     def _other_for(self, value: str, kind: str) -> str | None:
-        """Another target that takes a value: a newer chip of this one, one on the same chips, or one that needs none."""
+        """Return another target that takes a value, or None.
+
+        A target on the same chips comes first, then one that needs no chip, then a newer chip.
+        """
         fits = [spec for spec in TARGETS if value in getattr(spec, kind) and not spec.is_oracle]
         near = [spec for spec in fits if spec.runs_on == self.spec.runs_on and spec.archs != "none"]
         newer = [f"{spec.name}:sm_{spec.schemes_of_chips[value]}" for spec in fits if value in spec.schemes_of_chips]
@@ -261,9 +268,10 @@ class Target:
     def refuse(
         self, option: str, value: object, takes: tuple[str, ...], instead: str | None = None
     ) -> UnsupportedError:
-        """The refusal of an option's value: what was found, what the target takes, and what to do. All have this form.
+        """Return the error that refuses an option's value: what was found, what the target takes, and what to do.
 
-        takes: the values that it takes, none of which may be left; instead: another target that takes the value.
+        All such refusals have this form. takes: the values that the target takes, possibly none; instead: another
+        target that takes the value.
         """
         found = f"{option} {value}" if str(value) else option
         does = f"it takes {', '.join(takes)}" if takes else "it does not take it"
@@ -272,12 +280,15 @@ class Target:
 
 
 def find_spec(text: str) -> TargetSpec:
-    """The row of a target as a manifest or a user names it, chips and all. Raises ConfigError for a name of none."""
+    """Return the row of a target as a manifest or a user names it, with its chips.
+
+    Raises ConfigError for an unknown name.
+    """
     return _split(text)[0]
 
 
 def _split(text: str) -> tuple[TargetSpec, str]:
-    """The row that a text names, and the chips behind it."""
+    """Return the row that a text names, and the text of the chips after it."""
     rows = {spec.name: spec for spec in TARGETS}
     if text in rows:
         return rows[text], ""

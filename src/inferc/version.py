@@ -1,3 +1,3 @@
-"""The version of inferc: the one place that says it, read by pyproject.toml and by everything that is told of it."""
+"""The version of inferc, stated here only and read by pyproject.toml and all other code."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""How `inferc bench tune` finds a configuration: candidates, the search for a rate, planted prices of steps, who wins."""
+"""The tests of `inferc bench tune`: candidates, the search for a rate, given step costs, and the choice of a winner."""
 
 import math
 from collections.abc import Mapping

@@ -9,7 +9,10 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/compile_cost.py"
 GRANDCHILD = "import time; data = bytearray(300 << 20); data[::4096] = b'x' * len(data[::4096]); time.sleep(0.5)"
-CHILD = f"import json, subprocess, sys; subprocess.run([sys.executable, '-c', {GRANDCHILD!r}]); print(json.dumps({{'a': 1}}))"
+CHILD = (
+    f"import json, subprocess, sys; subprocess.run([sys.executable, '-c', {GRANDCHILD!r}]);"
+    " print(json.dumps({'a': 1}))"
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The GPU benchmark from end to end on a fake driver: every row is measured, of a tiny model, and merged into the results."""
+"""The GPU benchmark runs end to end on a fake driver: every row is measured on a tiny model and merged into results."""
 
 import itertools
 import json
@@ -23,10 +23,10 @@ from fake_cuda import FakeCuda
 from random_models import make_random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inferc.codegen.triton import product_calls
 from inferc.codegen.triton.aot import build as build_module
 from inferc.codegen.triton.aot import builders, tuning
 from inferc.codegen.triton.aot.builders import Builders
+from inferc.codegen.triton.calls import matmul
 from inferc.errors import UnsupportedError
 from inferc.runtime.runners.cuda import cublaslt, driver, shared_prefixes
 from inferc.targets import ARCHS
@@ -48,7 +48,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
     for module in (build_module, gpu, gpu_kernels, gpu_model):
         monkeypatch.setattr(module, "build", known)
-    monkeypatch.setattr(product_calls, "ROW_BOUNDS", (16, None))  # fewer kernels to compile
+    monkeypatch.setattr(matmul, "ROW_BOUNDS", (16, None))  # fewer kernels to compile
     monkeypatch.setattr(builders, "WORTH_ONE", 1 << 20)  # all by this process, which tells the GPU of them
     monkeypatch.setattr(driver, "open_library", lambda: made)
 

@@ -13,8 +13,10 @@ REPORT = """<?xml version="1.0" encoding="utf-8"?>
 <testcase classname="tests.test_gpu" name="test_a[llama]" time="1.5" />
 <testcase classname="tests.test_gpu" name="test_a[phi]" time="0.25"><failure message="no">…</failure></testcase>
 <testcase classname="tests.test_gpu" name="test_b" time="0.25"><error message="no">…</error></testcase>
-<testcase classname="" name="tests.serve.test_x" time="0.0"><skipped message="grpc is not installed">…</skipped></testcase>
-<testcase classname="" name="tests.serve.test_y" time="0.0"><skipped message="grpc is not installed">…</skipped></testcase>
+<testcase classname="" name="tests.serve.test_x" time="0.0">
+<skipped message="grpc is not installed">…</skipped></testcase>
+<testcase classname="" name="tests.serve.test_y" time="0.0">
+<skipped message="grpc is not installed">…</skipped></testcase>
 </testsuite></testsuites>"""
 
 

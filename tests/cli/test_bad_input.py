@@ -150,8 +150,8 @@ def test_targets(model: Path) -> None:
 
 def test_an_unknown_scheme_lists_what_there_is(model: Path) -> None:
     assert (
-        "quantize is 'int9', expected int8 or w8a8 or fp8 or int4 or int4-g32 or int4-g64 or int4-g128 or leaving it out"
-        in refused_compile(model, "--quantize", "int9")
+        "quantize is 'int9', expected int8 or w8a8 or fp8 or int4 or int4-g32 or int4-g64 or int4-g128 or leaving it"
+        " out" in refused_compile(model, "--quantize", "int9")
     )
 
 
@@ -190,8 +190,8 @@ def test_no_artifact(tmp_path: Path, tiny_llama_folder: Path) -> None:
     assert "no artifact at" in one_line(refused("generate", tmp_path / "none", "--prompt", "a"))
     assert "compile it first" in one_line(refused("serve", tiny_llama_folder))
     assert one_line(refused("serve", "meta-llama/Llama-3.1-8B")) == (
-        "inferc: no artifact at meta-llama/Llama-3.1-8B: there is no such folder; if it is a model of the hub, compile it"
-        " first: `inferc compile meta-llama/Llama-3.1-8B -o OUT`, then use OUT\n"
+        "inferc: no artifact at meta-llama/Llama-3.1-8B: there is no such folder; if it is a model of the hub, compile"
+        " it first: `inferc compile meta-llama/Llama-3.1-8B -o OUT`, then use OUT\n"
     )
 
 
@@ -253,7 +253,10 @@ def test_prompt_longer_than_the_model_allows(tiny_artifact: Path) -> None:
         ),
         (
             ("--kv-evict", "window:64"),
-            "kv_evict is 'window:64', expected sinks:N+window:M or heavy-hitters:N in tokens, as in sinks:4+window:1024",
+            (
+                "kv_evict is 'window:64', expected sinks:N+window:M or heavy-hitters:N in tokens, as in"
+                " sinks:4+window:1024"
+            ),
         ),
         (
             ("--policy", "lifo"),

@@ -156,7 +156,7 @@ def test_a_time_that_is_too_short_for_the_default(tiny_artifact: Path, tmp_path:
 def test_its_help_says_what_is_judged_and_by_whom() -> None:
     out = " ".join(inferc("bench", "tune", "--help")[0].split())
     for text in (
-        "most good requests a second",
+        "most good requests per second",
         "engine's own scheduler",
         "real server",
         "beat the default by as much, twice",

@@ -111,7 +111,7 @@ def test_a_signal_leaves_nothing(tiny_llama_folder: Path, tmp_path: Path, number
 def test_a_signal_that_python_swallows_leaves_nothing(
     tiny_llama_folder: Path, tmp_path: Path, number: signal.Signals, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupt that lands in a `__del__`, where Python tells of exceptions and goes on, ends the compile all the same."""
+    """An interrupt that lands in a `__del__`, where Python reports exceptions and goes on, still ends the compile."""
 
     class Finalised:
         def __del__(self) -> None:

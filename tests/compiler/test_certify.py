@@ -207,16 +207,16 @@ def test_prompts_fit_the_model() -> None:
 
 
 def test_decoding_that_disagrees_with_prefill_is_refused(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from inferc.runtime.runners.cpu.runner import ModelRunner
+    from inferc.runtime.runners.cpu.runner import CpuRunner
 
-    wait = ModelRunner.wait
+    wait = CpuRunner.wait
 
-    def wrong(runner: ModelRunner) -> Any:
+    def wrong(runner: CpuRunner) -> Any:
         result = wait(runner)
         result.token_ids[:] = (result.token_ids + 1) % 320
         return result
 
-    monkeypatch.setattr(ModelRunner, "wait", wrong)
+    monkeypatch.setattr(CpuRunner, "wait", wrong)
     with pytest.raises(VerifyError, match="kernels: decoding after 5 tokens gives"):
         run_kernels(tiny_artifact, PROMPTS, 4)
 

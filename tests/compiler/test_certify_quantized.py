@@ -1,4 +1,4 @@
-"""The certificate of a quantized model: its scheme's budget for the pass, and that pass as the measure of what follows."""
+"""The certificate of a quantized model: the scheme's budget for the pass, whose row is the reference of later rows."""
 
 import json
 from dataclasses import replace

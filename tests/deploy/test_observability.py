@@ -84,7 +84,7 @@ def test_promtool_takes_rules_and_example() -> None:
 # ------------------------------------------------------------------------------------------ alerts, on made-up numbers
 
 LABELS = 'model_name="m",instance="a:8000",job="inferc"'
-# For each alert the series of a server for which it is silent, and of one for which it fires: values at minutes 0, 1, 2, …
+# For each alert the series of a server for which it is silent, and of one for which it fires, at minutes 0, 1, 2, …
 SERIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "InfercTimeToFirstTokenHigh": (
         {

@@ -53,7 +53,7 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def run(
     artifact: Path, prompts: list[list[int]], num_new: int = NEW_TOKENS, **engine: Any
 ) -> tuple[list[Bits], EngineStats]:
-    """The new tokens with their log probabilities, sampled with a seed of each prompt's own; and the engine's counters."""
+    """Sample with a separate seed per prompt; return the new tokens, their log probabilities and engine counters."""
     with inferc.LLM(artifact, **engine) as llm:
         params = [
             inferc.SamplingParams(temperature=0.9, seed=len(ids), max_tokens=num_new, ignore_eos=True, logprobs=0)

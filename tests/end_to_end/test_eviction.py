@@ -1,4 +1,4 @@
-"""Sequences that forget, on the cpu target: Hugging Face's model with a mask of what each position sees says the same."""
+"""KV cache eviction on the cpu target equals Hugging Face's model with a mask of what each position sees."""
 
 from __future__ import annotations
 

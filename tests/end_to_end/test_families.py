@@ -1,4 +1,7 @@
-"""Every family of the table gives Hugging Face's greedy tokens and logits on the cpu target, and docs/models.md says what the table says."""
+"""Every family of the table gives Hugging Face's greedy tokens and logits on the cpu target.
+
+docs/models.md says what the table says.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ def test_tokens_and_logits_are_the_references(name: str, tmp_path: Path) -> None
 def test_tokens_and_logits_of_odd_sizes_are_the_references(name: str, tmp_path: Path) -> None:
     """Tokens are those of the forward pass alone: `generate` gives some of these models other positions than they have.
 
-    Logits are those of float64: in float32 transformers' own may be further from them than TOLERANCE (granitemoeshared).
+    Logits are compared in float64: in float32 transformers' own may differ by more than TOLERANCE (granitemoeshared).
     """
     folder = make_odd_model(name, tmp_path / "m")
     tokens, _ = reference(folder, prompts(), NEW_TOKENS)

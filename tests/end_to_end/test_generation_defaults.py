@@ -1,4 +1,4 @@
-"""Who says nothing gets what the model's makers set, by every way there is to ask: transformers' `generate` gives the same."""
+"""Requests without sampling parameters get the model's generation defaults on every interface, as in transformers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def chat_ids(folder: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A model whose makers set what changes each answer: what would come without is banned, or ends the text too early."""
+    """Make a model whose generation defaults change each answer: they ban its tokens, or end the text too early."""
     folder = make_random_model("llama", tmp_path_factory.mktemp("models") / "m")
     said: dict[str, Any] = {"bos_token_id": 0, "do_sample": False, "repetition_penalty": 0.7}
     said["max_new_tokens"] = NUM_TOKENS

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: compiled here, greedy tokens of random families and shipped models equal Hugging Face's, token for token.
+"""On an NVIDIA GPU, greedy tokens of random families and shipped models equal Hugging Face's, token for token.
 
 In float32, where a near-tie does not decide; in bfloat16 the logits are compared with the reference target's.
 """
@@ -85,7 +85,10 @@ def make(name: str, folder: Path, target: str, dtype: str, library: bool = False
 
 @dataclass
 class Made:
-    """Artifacts that are compiled side by side. folder: of all; faults: what went wrong with those of each (model, dtype)."""
+    """Artifacts that are compiled in parallel into one folder.
+
+    faults: the compile errors of each (model, dtype).
+    """
 
     folder: Path
     faults: dict[tuple[str, str], list[Future[str]]]
@@ -130,7 +133,7 @@ def reference_greedy(folder: Path) -> list[list[int]]:
 
 
 def sound(made: Made, name: str, dtype: str) -> Path:
-    """The folder of all artifacts, if there was no fault in making this one. Where there is no GPU a test ends with it."""
+    """Return the folder of all artifacts if this one compiled without a fault; without a GPU a test ends here."""
     faults = [each.result() for each in made.faults[name, dtype]]
     assert not any(faults), faults
     need_gpu(f"{name} in {dtype}")

@@ -98,10 +98,10 @@ def test_by_the_standards_ops_alone(quantize: Any, tmp_path: Path) -> None:
 def test_weights_made_unsigned_give_the_same(
     target: str, quantize: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An ONNX model gives the same logits where onnxruntime makes its int8 weights unsigned, which is for x86-64 without VNNI.
+    """An ONNX model gives the same logits if onnxruntime makes int8 weights unsigned, as on x86-64 without VNNI.
 
-    The other session is the one that this processor gets, so that on one without VNNI both are the same. Of `onnx:standard` it
-    is the weights that `DequantizeLinear` widens.
+    The other session is the one that this processor gets, so that on one without VNNI both are the same. Of
+    `onnx:standard` it is the weights that `DequantizeLinear` widens.
     """
     assert onnx_model.session_for(frozenset({"avx2", "avx512_vnni"})) == onnx_model.session_for(frozenset()) == {}
     exact = onnx_model.session_for(frozenset({"avx2", "avx512f"}))
@@ -160,7 +160,7 @@ FAMILIES_HERE = ("gemma3_text", "gpt2", "gpt_oss", "llama4_text")  # the others 
     "name", [name if name in FAMILIES_HERE else pytest.param(name, marks=pytest.mark.slow) for name in DENSE]
 )
 def test_families(name: str, tmp_path: Path) -> None:
-    """Random models: the tokens of the reference, with every feature in force; eight at once, in chunks, and one by one."""
+    """Random models give the reference's tokens with every feature active: eight at once, in chunks, one by one."""
     family = FAMILIES[name]
     if family.model_type(name) not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} does not have it")

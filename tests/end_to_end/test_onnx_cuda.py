@@ -1,4 +1,4 @@
-"""Artifacts for onnxruntime on a GPU: K and V in a driver's memory, which is the host's here, and the ops on the CPU."""
+"""Artifacts for onnxruntime on a GPU, with K and V in a driver's memory, here the host's, and the ops on the CPU."""
 
 from __future__ import annotations
 

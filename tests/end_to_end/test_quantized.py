@@ -25,7 +25,10 @@ MODELS = ("llama", "qwen3_moe", "gpt_neox")  # packed projections, experts, bias
 
 
 def dequantized(folder: Path, out: Path) -> Path:
-    """The model of `folder` with its embedding, LM head, each projection and expert replaced by what its int8 form means, rounded nowhere else."""
+    """Write the model with embedding, LM head, projections and experts replaced by the values of their int8 form.
+
+    Nothing else is rounded.
+    """
     out.mkdir()
     for path in folder.iterdir():
         (out / path.name).write_bytes(path.read_bytes())
@@ -97,7 +100,7 @@ def test_four_bits_are_near_the_model(family: str, tmp_path: Path) -> None:
     ["w8a8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "int4", "int4-g64", "int4-g128"))],
 )
 def test_a_mixture_is_what_the_oracle_computes(scheme: Quantize, tmp_path: Path) -> None:
-    """The references' arithmetic: what differs are integers that a sum's last bit moves, a thousandth of what they round."""
+    """A mixture equals the references but for a thousandth of its integers, which the last bit of a sum moves."""
     folder = make_random_model("qwen3_moe", tmp_path / "model", **FAMILIES["qwen3_moe"].fields)
 
     def log_probabilities(target: Literal["cpu", "reference"], quantize: Quantize | None) -> torch.Tensor:

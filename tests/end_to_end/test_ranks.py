@@ -28,7 +28,7 @@ from inferc.runtime.artifact.load import inspect_artifact, load_artifact
 from inferc.runtime.measure.bench import model_cost
 from inferc.runtime.runners.cpu.abi import choose_isa
 from inferc.runtime.runners.cpu.collectives import Bytes, Collectives
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -252,7 +252,7 @@ class Unreachable:
 
 def test_an_exchange_that_fails_fails_the_step(folder: Path, out: Path) -> None:
     rank = load_artifact(artifact(folder, out, "tp2")).ranks[0]
-    runner = ModelRunner(rank, EngineConfig(num_threads=1, max_num_seqs=2, kv_memory_bytes=1 << 20))
+    runner = CpuRunner(rank, EngineConfig(num_threads=1, max_num_seqs=2, kv_memory_bytes=1 << 20))
     group = Unreachable()
     try:
         runner.set_collective(Collectives({"tp": group}))
@@ -318,7 +318,10 @@ def test_experts_are_placed_by_a_recorded_profile(folder: Path, out: Path, tmp_p
         (["--expert-loads", "no.json"], "it places experts on --ep ranks; give --ep N"),
         (
             ["--ep", "2", "--expert-loads", "no.json"],
-            "cannot read no.json: No such file or directory; `inferc eval OUT --text FILE --record-expert-loads no.json` writes",
+            (
+                "cannot read no.json: No such file or directory; `inferc eval OUT --text FILE"
+                " --record-expert-loads no.json` writes"
+            ),
         ),
     ],
 )

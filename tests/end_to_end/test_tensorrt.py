@@ -1,7 +1,7 @@
 """Artifacts for TensorRT, which are built here and run on a GPU that is not there: the tokens of Hugging Face.
 
-Each plan is TensorRT-RTX's own. What it computes is told by its network, layer by layer on the CPU (tensorrt_network.py), in the
-place of the GPU's kernels; everything around it is what runs on a GPU.
+Each plan is TensorRT-RTX's own. Its network is run layer by layer on the CPU (tensorrt_network.py) in place of the
+GPU's kernels; everything around it is what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ SHIPPED = ROOT / "examples" / "models"
 FLOAT32 = CompileConfig(target="tensorrt:sm_86", dtype="float32", certify="none")
 SLOW = pytest.mark.slow
 GREEDY = inferc.SamplingParams(temperature=0.0, ignore_eos=True)
-# Of a model and scheme, the prompt whose two likeliest tokens are 0.07 apart: rows rounded to the other side of a tie move more.
+# By model and scheme, the prompt whose two likeliest tokens are 0.07 apart: rows that are rounded to the other side of
+# a tie change the logits by more.
 NEAR_TIES = {("tiny-moe", "w8a8"): 1}
 
 
@@ -118,7 +119,10 @@ def test_in_integers(model: str, scheme: Quantize, tmp_path: Path) -> None:
     ],
 )
 def test_rows_are_the_references_before_each_rounding_to_8_bits(model: str, scheme: Quantize, tmp_path: Path) -> None:
-    """A whole plan's rows before each rounding, and its logits, are the references', by prompts in chunks over its own caches."""
+    """A whole plan's rows before each rounding, and its logits, equal the references', with prompts in chunks.
+
+    The plan uses its own caches.
+    """
     target = "tensorrt:sm_89" if scheme == "fp8" else FLOAT32.target
     how = replace(FLOAT32, target=target, quantize=scheme, max_model_len=128)
     with plans_are_kept() as known:
@@ -197,7 +201,7 @@ def test_families(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_on_a_gpu(dtype: DType, scheme: Quantize | None, tmp_path: Path) -> None:
-    """The plan itself: Hugging Face's tokens in float32; in 16 bits its text's likelihood, within the scheme's budget."""
+    """The plan on a GPU gives Hugging Face's tokens in float32, and in 16 bits its likelihood within the budget."""
     arch = chip("sm_89")  # which TensorRT-RTX, too, builds plans for where it is not
     try:
         to_build(arch, arch)

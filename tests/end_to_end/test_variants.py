@@ -1,4 +1,4 @@
-"""Every variant of a listed family is equal to transformers' model, by its logits, or refused with what is not built."""
+"""Every variant of a listed family has the logits of transformers' model, or is refused with what is not supported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with windows, on the cpu target: blocks that leave a window come back, and no token and no bit changes by it."""
+"""Sliding windows on the cpu target: blocks that leave a window are reused, and no token and no bit changes by it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inferc.kv_groups import CacheGroup, CacheLimits, cache_groups, pools_bytes,
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.measure.profile import profile_step
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 
 WINDOW = 24
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -173,7 +173,7 @@ def test_inspect_tells_the_groups(made: Made) -> None:
 def test_the_kernels_are_timed_after_more_tokens_than_the_windows_pool_holds(made: Made) -> None:
     artifact = load_artifact(made.artifact)
     config = inferc.EngineConfig(max_num_seqs=1, max_num_batched_tokens=16)
-    runner = ModelRunner(artifact, config)
+    runner = CpuRunner(artifact, config)
     try:
         assert profile_step(runner, artifact, 3, 200).context_len == 200
     finally:

@@ -64,7 +64,7 @@ def golden(folder: Path, name: str, version: str) -> Path:
 
 
 def difference(expected: str, found: str, before: str, after: str) -> str:
-    """The lines that differ. One new line renumbers all values behind it, so numbers count only where nothing else does."""
+    """Return the lines that differ; a new line renumbers later values, so numbers count only if nothing else does."""
     both = [text.splitlines() for text in (expected, found)]
     unnumbered = [[re.sub(r"%\d+", "%", line) for line in lines] for lines in both]
     old, new = both if unnumbered[0] == unnumbered[1] else unnumbered

@@ -33,11 +33,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({}, r"bidirectional attention \(is_decoder is false in its config\); expected causal, sliding or chunked"),
     "llama": (
         {"is_causal": False},
-        r"LlamaForCausalLM: bidirectional attention \(is_causal is false in its config\); expected causal, sliding or chunked",
+        (
+            r"LlamaForCausalLM: bidirectional attention \(is_causal is false in its config\); expected causal, sliding"
+            r" or chunked"
+        ),
     ),
     "gemma3_text": (
         {"use_bidirectional_attention": True},
-        r"bidirectional attention \(use_bidirectional_attention is true in its config\); expected causal, sliding or chunked",
+        (
+            r"bidirectional attention \(use_bidirectional_attention is true in its config\); expected causal, sliding"
+            r" or chunked"
+        ),
     ),
     "doge": ({"num_experts": None}, "Doge"),
 }

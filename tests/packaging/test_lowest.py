@@ -1,4 +1,4 @@
-"""Artifacts under the lowest versions that pyproject.toml allows, and the lowest Python: loaded, generated with and served.
+"""Artifacts are loaded, generated with and served under the lowest Python and the lowest versions of pyproject.toml.
 
 The environment is made by `make .venv-lowest/.installed`; inferc is not installed there, but on its path.
 """

@@ -226,7 +226,10 @@ SEEDS["ModelStreamInfer"] = SEEDS["ModelInfer"]
 
 
 def fuzz(server: Server, count: int, seed: int) -> dict[str, int]:
-    """Sends so many requests: messages of random fields, bytes that were a message, far more fields than any has; counts of codes."""
+    """Send `count` requests and count the status codes.
+
+    The requests are messages of random fields, mutated bytes of messages, and messages with far too many fields.
+    """
     rng = random.Random(seed)
     methods = [(service, method) for service in (INFERENCE, KSERVE) for method in service.methods]
     methods = [(service, method) for service, method in methods if method.name not in LEFT_OUT]

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from serving import Server, run_inferc, wait_until
 
-from inferc.client import Client, Piece
+from inferc.client import Client, Delta
 
 PROMPT = [5 + (17 * number * number + number) % 300 for number in range(120)]
 
 
-def ask(server: Server) -> Piece:
+def ask(server: Server) -> Delta:
     """The last piece of an answer, with all of its tokens and the usage."""
     with Client(server.address, timeout=60) as client:
         client.wait_until_ready()
         pieces = list(client.generate(PROMPT, max_tokens=8, temperature=0.0, ignore_eos=True))
     ids = tuple(token for piece in pieces for token in piece.token_ids)
-    return Piece(pieces[-1].index, "", ids, pieces[-1].finish_reason, usage=pieces[-1].usage)
+    return Delta(pieces[-1].index, "", ids, pieces[-1].finish_reason, usage=pieces[-1].usage)
 
 
 def blocks_stored(server: Server) -> int:

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_calls import request
 from serving import Server, run_inferc, wait_until
 
-from inferc.client import AsyncClient, Client, Completion, Piece, ServerError
+from inferc.client import AsyncClient, Client, Completion, Delta, ServerError
 from inferc.client.scrape import Page
 from inferc.errors import RequestError
 from inferc.serve.grpc.server import KSERVE
@@ -356,7 +356,7 @@ def test_the_async_client_makes_the_same_calls(several: Server) -> None:
             with pytest.raises(RequestError, match="max_tokens is -1"):
                 await client.complete("abc", max_tokens=-1)
             stream = client.generate("abc", request_id="mine", **ENDLESS)
-            first: Piece = await anext(stream)
+            first: Delta = await anext(stream)
             assert first.token_ids and await client.abort("mine")
             with pytest.raises(ServerError) as raised:
                 async for _ in stream:

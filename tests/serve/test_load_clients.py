@@ -53,7 +53,7 @@ def test_guidellm(url: str, tiny_artifact: Path, tmp_path: Path, route: str) -> 
     ],
 )
 def test_what_vllm_bench_serve_sends(url: str, tiny_artifact: Path, route: str, payload: dict[str, Any]) -> None:
-    """Its requests (vLLM 0.32), read as it does: chunks with choices have text, and the last one without has the usage."""
+    """vLLM 0.32's benchmark client can read the answers: chunks with choices have text, the last one has the usage."""
     common = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0.0}
     body = {"model": tiny_artifact.name, **payload, **common}
     reply = request(url, route, body, {"x-request-id": "bench-0", "authorization": "Bearer none"})

@@ -7,7 +7,7 @@ from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.text.template_process import NoProcess
 from inferc.serve.errors import EngineUnavailable, QueueFull
 from inferc.serve.http.edge import body_of, response_of
-from inferc.serve.statuses import GIVEN_UP_SECONDS, MAX_MESSAGE, told
+from inferc.serve.statuses import GIVEN_UP_SECONDS, MAX_MESSAGE, to_client_error
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ from inferc.serve.statuses import GIVEN_UP_SECONDS, MAX_MESSAGE, told
     ],
 )
 def test_whether_and_when_another_try_is_worth_while(error: InfercError, status: int, headers: dict[str, str]) -> None:
-    """No schedule keeps an objective that cannot be met, so nothing says when to ask again, and OpenAI's clients do not."""
-    reply = response_of(told(error))
+    """An objective that no schedule can meet gets no retry time, and OpenAI's clients do not retry."""
+    reply = response_of(to_client_error(error))
     assert reply.status_code == status
     assert {name: reply.headers[name] for name in ("retry-after", "x-should-retry") if name in reply.headers} == headers
 
 
 def test_a_message_can_be_sent_whatever_it_quotes() -> None:
-    assert told(RequestError("unknown: \ud800é")).message == "unknown: \\ud800é"
-    assert len(told(RequestError("x" * 100_000)).message) == MAX_MESSAGE
+    assert to_client_error(RequestError("unknown: \ud800é")).message == "unknown: \\ud800é"
+    assert len(to_client_error(RequestError("x" * 100_000)).message) == MAX_MESSAGE
     msgspec.json.encode(body_of(RequestError("\udc00")))

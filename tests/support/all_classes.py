@@ -31,20 +31,22 @@ FEATURES = {
     "layers without attention": "and has no attention",
     "a state that grows along the sequence": r"sequence state is not built",
     "dynamic sparse attention": "dynamic sparse attention",
-    "code that branches on its input": "cannot be captured: .*(data-dependent|GuardOnData|Constraints violated)|by a condition on data|"
-    "takes another way for more than",
-    "attention past transformers' interface": "goes past transformers' attention interface|another length than its queries|"
-    "adds the mask to its scores itself|ALiBi is rounded",
-    "attention of another kind": r"inferc\.attention does not have|its mask is|the model's mask is|the paged cache holds|"
-    "the mask .* is not causal|the cache holds K and V of one attention",
+    "code that branches on its input": "cannot be captured: .*(data-dependent|GuardOnData|Constraints violated)|"
+    "by a condition on data|takes another way for more than",
+    "attention past transformers' interface": "goes past transformers' attention interface|"
+    "another length than its queries|adds the mask to its scores itself|ALiBi is rounded",
+    "attention of another kind": r"inferc\.attention does not have|its mask is|the model's mask is|"
+    "the paged cache holds|the mask .* is not causal|the cache holds K and V of one attention",
     "positions inside attention": "never reads `positions`",
-    "an op without a kernel": "inferc cannot run|has no one axis|of the model's code has no value|expected tokens, logits",
+    "an op without a kernel": "inferc cannot run|has no one axis|of the model's code has no value|"
+    "expected tokens, logits",
     "experts of another kind": "experts with",
     "a size that is not fixed": r"a size of the captured graph|no max_position_embeddings|has max_position_embeddings",
 }
 
 
-# Features for which a refusal counts only if the model runs in transformers: where it fails by itself, the refusal says nothing of us.
+# Features for which a refusal counts only if the model runs in transformers: where it fails by itself, the refusal says
+# nothing about inferc.
 OF_CODE = (
     "code that branches on its input",
     "attention past transformers' interface",

@@ -1,4 +1,4 @@
-"""The cases of the attention kernels: steps of sequences that decode and sequences that prefill, of which each kernel does its own."""
+"""The cases of the attention kernels: steps that mix decode and prefill, of which each kernel computes its part."""
 
 from __future__ import annotations
 
@@ -130,9 +130,9 @@ Groups = tuple[tuple[tuple[int, ...], int], ...]
 def inputs(step: Step, groups: Groups = ()) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The tensors of a step, the result of all its rows, and the canonical cache.
 
-    groups: sequences that share a prefix, and of how many keys, in whole blocks. Equal sequences have equal queries, keys and
-    values. Blocks that no query sees were given back; block 0, and what a block
-    holds behind its sequence's end, is NaN.
+    groups: sequences that share a prefix, and of how many keys, in whole blocks. Equal sequences have equal queries,
+    keys and values. Blocks that no query sees were given back; block 0, and what a block holds behind its sequence's
+    end, is NaN.
     """
     rows = step.dim + (SCALE_BYTES if step.int8_kv else 0)
     counts = [-(-length // step.block_size) for _, length in step.seqs]
@@ -179,7 +179,7 @@ def inputs(step: Step, groups: Groups = ()) -> tuple[dict[str, Tensor], Tensor, 
 
 
 def int8_pool(canonical: Tensor) -> Tensor:
-    """A canonical int8 cache as kernels have it: the scales of a block's keys behind them, those of its values behind these."""
+    """Return a canonical int8 cache in the kernels' layout: the scales of each part of a block follow its rows."""
     parts = to_pool(canonical)
     rows, scales = parts[..., :-SCALE_BYTES], parts[..., -SCALE_BYTES:]
     return torch.cat((rows.flatten(-2), scales.flatten(-2)), -1)
@@ -264,7 +264,10 @@ def prefill_cases() -> Iterator[Case]:
 
 
 def int8_write_cases() -> Iterator[Case]:
-    """`rope_kv_write` into a pool of int8. Cosines and sines are halves, so that K has the same bytes on every device."""
+    """`rope_kv_write` into a pool of int8.
+
+    Cosines and sines are halves, so that K has the same bytes on every device.
+    """
     for dtype, tokens, heads, kv_heads, dim, half, pairs in (
         (F32, 5, 4, 2, 32, 16, "halves"),
         (BF16, 7, 3, 1, 80, 16, "neighbours_to_halves"),
@@ -301,7 +304,10 @@ def int8_write_cases() -> Iterator[Case]:
 
 
 def depend_on_their_step(run: Callable[[Case], dict[str, Tensor]]) -> list[str]:
-    """The steps of TOGETHER whose sequence has other bits alone than among others. run: launches, returns what was written."""
+    """The steps of TOGETHER whose sequence has other bits alone than among others.
+
+    run: launches, returns what was written.
+    """
     found = []
     for step in TOGETHER:
         alone = run(case(step, prefill=False))["out_ptr"][: step.seqs[0][0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import final
 
@@ -26,7 +26,10 @@ class Authority:
         self.ca.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, valid_for: timedelta = timedelta(days=20)) -> tuple[Path, Path]:
-        """`folder`/NAME.pem and its key, for localhost and 127.0.0.1; of one issued before under that name, in its place."""
+        """`folder`/NAME.pem and its key, for localhost and 127.0.0.1.
+
+        Of one issued before under that name, in its place.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
@@ -45,7 +48,7 @@ class Authority:
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, valid_for: timedelta
 ) -> x509.CertificateBuilder:
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

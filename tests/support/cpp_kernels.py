@@ -129,7 +129,7 @@ def group_panels(scales: Tensor) -> Tensor:
 
 
 def moe_experts(kernels: Kernels, **given: Any) -> Tensor:
-    """`inferc.moe_experts` by the kernel, of the op's arguments by name; scratch is as large as compiled code has it."""
+    """`inferc.moe_experts` by the kernel, of the op's arguments by name; scratch is as large as in compiled code."""
     op = torch.ops.inferc.moe_experts.default
     values: dict[str, Any] = {each.name: given.get(each.name, each.default_value) for each in op._schema.arguments}
     x, ids, of_groups = values["x"], values["expert_ids"], values["gate_up_group_scale"]

@@ -1,4 +1,4 @@
-"""Small programs of every op that programs over a dense cache are made of, attention apart: for the whole-graph exporters."""
+"""Small programs of every op of dense-cache programs, except attention, for the whole-graph exporters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A CUDA driver without a GPU: host memory for the device's, kernels in Triton's interpreter, and every call checked.
 
-What is given to a stream is done no earlier than somebody waits for it, as late as a real one might: memory that the host
-writes too early, or reads too early, gives wrong numbers here as well. Run with TRITON_INTERPRET=1.
+What is given to a stream is done no earlier than somebody waits for it, as late as a real one might: memory that the
+host writes too early, or reads too early, gives wrong numbers here as well. Run with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def _modules() -> list[ModuleType]:
 class FakeCuda:
     """The functions of `inferc.runtime.runners.cuda.driver.FUNCTIONS`. folder: an artifact whose kernels it knows.
 
-    execute: whether kernels run; otherwise launches are checked, memory is zero and every id is 0. max_graphs: for how many
-    there is memory. max_shared_bytes: of a block, in place of what the chip has.
+    execute: whether kernels run; otherwise launches are checked, memory is zero and every id is 0. max_graphs: for how
+    many there is memory. max_shared_bytes: of a block, in place of what the chip has.
     """
 
     def __init__(

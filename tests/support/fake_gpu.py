@@ -28,7 +28,8 @@ from inferc.runtime.step.plan import F32, StepPlan, StepResult
 LIBRARY = "-library"  # of an artifact that leaves all its products of two rows and more to cuBLASLt
 ARTIFACTS = Path(os.environ.get("INFERC_FAKE_GPU_ARTIFACTS", "."))
 MODELS = os.environ.get("INFERC_FAKE_GPU_MODELS", "").split()
-# Of the largest logit: to bfloat16 the interpreter truncates, and a key near the middle of two integers may become either.
+# As a share of the largest logit: to bfloat16 the interpreter truncates, and a key near the middle of two integers may
+# become either.
 TOLERANCE = {"llama": 2e-5, "llama-int8": 2e-5, "qwen3": 0.08, "experts-int8": 5e-3}
 TOLERANCE |= {f"{name}{LIBRARY}": TOLERANCE[name] for name in ("llama", "qwen3")}
 PROMPT, OTHER = [5, 7, 11, 13, 17, 19, 23, 29, 31], list(range(40, 75))

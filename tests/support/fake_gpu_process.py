@@ -1,4 +1,4 @@
-"""Artifacts for a GPU that tests compile, and the process of their own in which they run: kernels are interpreted there.
+"""Artifacts for a GPU that tests compile, and the separate process in which they run with interpreted kernels.
 
 TRITON_INTERPRET=1 must be set before Triton is imported, and nothing can be compiled where it is.
 """
@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from inferc.codegen.triton import product_calls
 from inferc.codegen.triton.aot.occupancy import PROGRAMS
+from inferc.codegen.triton.calls import matmul
 from inferc.compiler import build as compiler
 from inferc.frontend.capture import capture
 
@@ -22,7 +22,7 @@ from inferc.frontend.capture import capture
 def compiled_quickly() -> Iterator[None]:
     """Fewer kernels, of fewer programs; no check of the captured graph, which is not what is tried here."""
     with (
-        mock.patch.object(product_calls, "ROW_BOUNDS", (16, None)),
+        mock.patch.object(matmul, "ROW_BOUNDS", (16, None)),
         mock.patch.dict(PROGRAMS, dict.fromkeys(PROGRAMS, 20)),
         mock.patch.object(compiler, "capture", partial(capture, check=False)),
     ):

@@ -51,7 +51,7 @@ def is_counted(position: int, group: CacheGroup) -> bool:
 
 
 def kept_blocks(ids: list[int], position: int, group: CacheGroup, size: int) -> list[int]:
-    """The blocks that the query at a position sees of those that an evicted group has given back, from the first token on."""
+    """Return the evictable blocks that the query at a position still sees in an evicted group, in token order."""
     if not isinstance(group, EvictedCacheGroup) or not group.first_key(position):
         return []
     if not group.counted:
@@ -102,8 +102,10 @@ def oracle(
     group: CacheGroup = FULL,
     size: int = 4,
 ) -> tuple[list[int], str]:
-    """The output of one sequence run alone, and its finish reason. broken: the context without finite logits. group: of what it
-    sees, if that is not all, in blocks of `size`."""
+    """The output of one sequence run alone, and its finish reason.
+
+    broken: the context without finite logits. group: of what it sees, if that is not all, in blocks of `size`.
+    """
     ids = list(prompt)
     output: list[int] = []
     limit = max_total if params.max_tokens is None else min(max_total, len(prompt) + params.max_tokens)

@@ -1,4 +1,4 @@
-"""Artifacts of segments on a GPU that is not there: the plans' networks, made again where Triton interprets and cannot compile."""
+"""Artifacts of segments on a fake GPU: the plans' networks are built again where Triton cannot compile."""
 
 from __future__ import annotations
 

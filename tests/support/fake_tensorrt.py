@@ -1,7 +1,7 @@
-"""TensorRT's runtime without a GPU: plans that were built here are computed by their networks, in the memory of a fake driver.
+"""TensorRT's runtime without a GPU: plans built here are computed by their networks, in a fake driver's memory.
 
-As the driver does, it computes no earlier than somebody waits for the stream, and refuses what TensorRT refuses: shapes outside of
-the profile, addresses that are missing or not aligned, memory that is not the device's.
+As the driver does, it computes no earlier than somebody waits for the stream, and refuses what TensorRT refuses: shapes
+outside of the profile, addresses that are missing or not aligned, memory that is not the device's.
 """
 
 from __future__ import annotations

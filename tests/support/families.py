@@ -48,7 +48,10 @@ OLD = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}  # names of 
 
 @dataclass(frozen=True)
 class Family:
-    """`fields` of the Hugging Face config (`...`: not one of it); `off`: a feature's name -> fields without it, which must change the logits."""
+    """A family's test model: `fields` of the Hugging Face config (`...`: left out), and its features in `off`.
+
+    `off`: a feature's name -> fields without it, which must change the logits.
+    """
 
     fields: dict[str, Any] = field(default_factory=dict)
     off: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -10,11 +10,11 @@ from torch import Tensor
 from triton_cases import BF16, F16, F32, SUMS, Case, behind, dtype_name, empty, misaligned, numbers, ops, to_pool
 
 from inferc.codegen.triton.aot.source import Source
+from inferc.codegen.triton.calls.matmul import invariant
 from inferc.codegen.triton.kernels.linear import linear
 from inferc.codegen.triton.kernels.linear_silu_mul import linear_silu_mul
 from inferc.codegen.triton.kernels.qkv_rope_kv_write import qkv_rope_kv_write
 from inferc.codegen.triton.kernels.rms_norm import how_scaled
-from inferc.codegen.triton.product_calls import invariant
 
 FAR = 99.0  # a bias in float16: far from zero roundings on the way are large, and sums of eighths are exact
 

@@ -1,4 +1,4 @@
-"""Logits of a checkpoint by transformers, by a lowered program and by an artifact's kernels: what says that two are equal.
+"""Logits of a checkpoint by transformers, by a lowered program and by an artifact's kernels, for comparing them.
 
 Greedy tokens do not: an activation that is slightly another gives the same ones.
 """
@@ -44,7 +44,10 @@ def logits_of(model: Any) -> list[Tensor]:
 
 
 def by_program(folder: Path, target: str = "cpu", dtype: str = "float32") -> list[Tensor]:
-    """The same of the program that is lowered for `target`, run by the ops' references: every node has a kernel there."""
+    """Return the logits of the program lowered for `target`, run by the ops' references.
+
+    Every node of it has a kernel on that target.
+    """
     checkpoint = load(folder)
     program = capture(checkpoint, dtype, 128)
     lower(program, LowerConfig(Target.parse(target)))

@@ -48,7 +48,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Shape:
-    """A toy decoder in Llama's shape. `attention` says it layer by layer, if they differ, and begins again at its end."""
+    """A toy decoder in Llama's shape.
+
+    `attention` says it layer by layer, if they differ, and begins again at its end.
+    """
 
     dtype: torch.dtype = torch.float32
     layers: int = 3

@@ -1,4 +1,4 @@
-"""Families whose test model is made by `odd_models`, of sizes that divide by little: rows of docs/models.md as FAMILIES are.
+"""Families whose test models `odd_models` makes, of sizes that divide by little: rows of docs/models.md like FAMILIES.
 
 Each is what it has; `odd_models` sets the sizes and switches on what a class has a switch for.
 """

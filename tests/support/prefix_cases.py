@@ -32,7 +32,7 @@ SHARING: tuple[tuple[Step, Groups], ...] = (
 
 
 def prefix_cases() -> Iterator[Case]:
-    """Of groups of sequences: what is made of the keys that they share, and what decode makes of that and the others."""
+    """Yield, for steps with shared prefixes, the kernel's sums over the shared keys, and decode's use of them."""
     for step, groups in SHARING:
         tensors, result, cache = inputs(step, groups)
         shared = torch.zeros(len(step.seqs), dtype=torch.int32)
@@ -75,7 +75,10 @@ def _line(step: Step, keys: Tensor) -> Tensor:
 
 
 def _of_prefix(step: Step, tensors: dict[str, Tensor], cache: Tensor, seq: int, keys: int) -> Tensor:
-    """A sequence's sums of values, largest scores and totals [heads, dim + 2] over its first keys; scores as powers of 2."""
+    """A sequence's sums of values, largest scores and totals [heads, dim + 2] over its first keys.
+
+    Scores as powers of 2.
+    """
     if not keys:
         return torch.full((step.heads, step.dim + 2), UNTOUCHED)
     blocks = tensors["block_table_ptr"][seq, : keys // step.block_size].long()

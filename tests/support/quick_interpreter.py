@@ -1,8 +1,8 @@
 """Triton's interpreter with less to do, two thirds of whose time go where no result depends on it, and under any numpy.
 
-Call `use` where TRITON_INTERPRET=1, before a kernel runs. What is computed stays the same, but for the order in which a dot
-product is summed: as on a GPU, it does not depend on where in its tile a row is. That of numpy's BLAS does on some machines
-(OpenBLAS with AVX2), so that tests which compare bits would fail there.
+Call `use` where TRITON_INTERPRET=1, before a kernel runs. What is computed stays the same, but for the order in which a
+dot product is summed: as on a GPU, it does not depend on where in its tile a row is. That of numpy's BLAS does on some
+machines (OpenBLAS with AVX2), so that tests which compare bits would fail there.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
 
 
 def _matmul(left: NDArray[Any], right: NDArray[Any], dtype: Any) -> NDArray[Any]:
-    """numpy's matmul without BLAS, summed in float64, as sums one after the other are less exact than BLAS's in float32."""
+    """Compute numpy's matmul without BLAS, summed in float64.
+
+    Sequential sums in float32 would be less exact than those of BLAS.
+    """
     both = (each.astype(np.float64) for each in (left, right))
     sums: NDArray[Any] = np.einsum("...mk,...kn->...mn", *both, optimize=False)
     return sums.astype(dtype)

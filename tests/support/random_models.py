@@ -62,8 +62,9 @@ def make_random_model(
 ) -> Path:
     """Write a random model of `family` ("llama", …) with its tokenizer to `folder`, and return the folder.
 
-    `overrides` are fields of the Hugging Face config, `...` for one that is not to be given. Norms and biases are random too, as nothing that a pass could
-    lose may be neutral, and the weights are large enough that greedy tokens are no near-ties.
+    `overrides` are fields of the Hugging Face config, `...` for one that is not to be given. Norms and biases are
+    random too, as nothing that a pass could lose may be neutral, and the weights are large enough that greedy tokens
+    are no near-ties.
     """
     import torch
 

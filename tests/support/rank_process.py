@@ -1,4 +1,4 @@
-"""One rank of an artifact in a process of its own: `python rank_process.py ARTIFACT INDEX STORE` prints its greedy tokens.
+"""One rank of an artifact in its own process: `python rank_process.py ARTIFACT INDEX STORE` prints its greedy tokens.
 
 Tensor and expert ranks exchange, and stages hand rows on, through torch.distributed (gloo).
 """
@@ -18,7 +18,7 @@ from inferc.config import EngineConfig
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.runners.cpu.collectives import Collectives
 from inferc.runtime.runners.cpu.process_group import ProcessGroup, receive_rows, send_rows
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 
 PROMPT = [5, 17, 80, 3, 41]
 NUM_TOKENS = 8
@@ -28,7 +28,7 @@ def main(path: Path, index: int, store: str) -> list[int]:
     artifact = load_artifact(path)
     rank, size = artifact.ranks[index], len(artifact.ranks)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=size)
-    runner = ModelRunner(rank, EngineConfig(num_threads=2, max_num_seqs=2, kv_memory_bytes=1 << 20), poison=True)
+    runner = CpuRunner(rank, EngineConfig(num_threads=2, max_num_seqs=2, kv_memory_bytes=1 << 20), poison=True)
     stages: dict[int, list[int]] = {}
     for at, each in enumerate(artifact.ranks):
         stages.setdefault(each.entry["pp_stage"], []).append(at)

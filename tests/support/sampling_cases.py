@@ -25,7 +25,10 @@ SMALL = Sizes(64, 128, 64, 16)
 
 
 def some_rows(slots: I32, seed: int, lists: dict[str, list[I32]] | None = None, **fields: Any) -> SampleRows:
-    """Rows with keys and counters of 64 bits; fields: one value, or one per row; lists: ids, and for a bias their values."""
+    """Rows with keys and counters of 64 bits; fields: one value, or one per row.
+
+    Lists: ids, and for a bias their values.
+    """
     random = np.random.default_rng(seed)
     rows = SampleRows.greedy(slots)
     keys = {name: random.integers(0, 1 << 64, len(slots), np.uint64) for name in ("seeds", "counters")}

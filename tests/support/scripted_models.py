@@ -11,7 +11,7 @@ from scripted_process import Process
 from inferc.errors import InfercError
 from inferc.runtime.engine.scoring import Score
 from inferc.serve.models.async_engine import AsyncEngine
-from inferc.serve.models.residency import Places
+from inferc.serve.models.residency import Residency
 from inferc.serve.models.streams import ModelFacts
 from inferc.serve.models.supervisor import Supervisor
 
@@ -22,14 +22,14 @@ class Model:
     """A supervisor, and the processes it started. errors: what the next ones fail by; may_start: whether they start by
     themselves."""
 
-    def __init__(self, name: str, places: Places, started: list[str]) -> None:
+    def __init__(self, name: str, residency: Residency, started: list[str]) -> None:
         self.name, self._started = name, started
         self.processes: list[Process] = []
         self.errors: list[InfercError | None] = []
         self.may_start = True
         self.num_begun = 0
         self.engine = AsyncEngine(None, ModelFacts(128, 64))
-        self.supervisor = Supervisor(self.engine, self._launch, places=places)
+        self.supervisor = Supervisor(self.engine, self._launch, residency=residency)
 
     def _launch(self, on_stop: Callable[[str], None]) -> Process:
         self.processes.append(Process(on_stop, self.errors.pop(0) if self.errors else None))
@@ -66,8 +66,8 @@ class House:
 
     def __init__(self, num_models: int, limit: int, wait_seconds: float = 60.0) -> None:
         self.started: list[str] = []
-        self.places = Places(limit, wait_seconds)
-        self.models = [Model(name, self.places, self.started) for name in "abcd"[:num_models]]
+        self.residency = Residency(limit, wait_seconds)
+        self.models = [Model(name, self.residency, self.started) for name in "abcd"[:num_models]]
 
     async def __aenter__(self) -> list[Model]:
         for model in self.models:

@@ -1,4 +1,4 @@
-"""Programs of segments with each segment computed as its network is, layer by layer on the CPU, and the rest by the references."""
+"""Programs of segments: each segment is computed by its network, layer by layer on the CPU, the rest by references."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def run_segments(
 
 
 class Roundings:
-    """What a run by the references rounds (rows in int8 or fp8), for a run by networks to be compared with, and to go on from.
+    """What a run by the references rounds (rows in int8 or fp8), for a run by networks to compare with and go on from.
 
-    Sums that differ in their last bits may fall to different sides of a tie, which then is a difference of a whole step, in all
-    that comes behind it. So the numbers are compared before they are rounded.
+    Sums that differ in their last bits may fall to different sides of a tie, which then is a difference of a whole
+    step, in all that follows it. So the numbers are compared before they are rounded.
     """
 
     def __init__(self) -> None:

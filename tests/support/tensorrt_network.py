@@ -1,7 +1,7 @@
 """What a TensorRT network computes, layer by layer on the CPU: each layer by what TensorRT's documentation says of it.
 
-No GPU runs here, and TensorRT computes on nothing else. So this says whether our layers, put together, are the model; not whether
-TensorRT's kernels are its layers.
+No GPU runs here, and TensorRT computes on nothing else. So this says whether our layers, put together, are the model;
+not whether TensorRT's kernels are its layers.
 """
 
 from __future__ import annotations

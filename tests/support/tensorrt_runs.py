@@ -1,4 +1,4 @@
-"""Small programs as TensorRT networks: built for a chip that is not there, and computed on the CPU beside their references."""
+"""Small programs as TensorRT networks: built for an absent chip, and computed on the CPU beside their references."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from inferc.ir import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
 
 ops = torch.ops.inferc
 UNTOUCHED = 77.0  # what outputs hold before: rows behind the step's last keep it
-# Relative to 1 + |reference|: a rounding of the result's dtype, a few in float32. To bfloat16 the interpreter truncates.
+# Relative to 1 + |reference|: a rounding of the result's dtype, a few in float32. The interpreter truncates to
+# bfloat16.
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 4e-7, torch.int64: 0.0}
 SUMS = 5  # times as much in float32, of products over k or keys, which are added up in another order
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -148,7 +149,10 @@ def rope_table_cases() -> Iterator[Case]:
 
 
 def to_pool(canonical: Tensor) -> Tensor:
-    """[blocks, layers, 2, block_size, kv heads, dim] as kernels have it: [blocks, layers, kv heads, 2, block_size, dim]."""
+    """Return a canonical cache in the kernels' layout.
+
+    Canonical: [blocks, layers, 2, block_size, kv heads, dim]; kernels: [blocks, layers, kv heads, 2, block_size, dim].
+    """
     return canonical.permute(0, 1, 4, 2, 3, 5).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Configs of listed families that published checkpoints have and `families.py` has not: a switch that is off by default.
+"""Configs of listed families that published checkpoints have and `families.py` lacks: a switch that is off by default.
 
 Each is compiled and gives transformers' logits, or is refused with a reason that names the feature.
 """
@@ -216,7 +216,10 @@ REFUSED: dict[str, tuple[Variant, str]] = {
     ),
     "gemma3_text: attention in both directions": (
         Variant("gemma3_text", {"use_bidirectional_attention": True}),
-        "Gemma3ForCausalLM: bidirectional attention .use_bidirectional_attention is true in its config.; expected causal",
+        (
+            "Gemma3ForCausalLM: bidirectional attention .use_bidirectional_attention is true in its config.;"
+            " expected causal"
+        ),
     ),
 }
 """What stays refused, and the reason."""

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from inferc.bench.workload import read_texts
+from inferc.cost.expert_loads import ExpertLoads
 from inferc.errors import InfercError
-from inferc.expert_loads import ExpertLoads
 from inferc.runtime.openai.batch_file import BatchInput, BatchOutput
 from inferc.runtime.record.format import read_recording
 from inferc.runtime.simulate.calibrate import read_cost

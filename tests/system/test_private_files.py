@@ -14,7 +14,7 @@ from inferc.runtime.record.format import Header, Identity
 from inferc.runtime.record.recorder import Recorder
 from inferc.runtime.record.tapped import TapCollector, TappedSequence, write_tapped
 from inferc.serve.security.access import write_keys
-from inferc.system.atomic_file import whole_file
+from inferc.system.atomic_file import atomic_write
 from inferc.system.private_files import open_private, private_folder
 
 
@@ -95,7 +95,7 @@ def test_a_file_is_never_wider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(os, "open", watched)
     os.close(open_private(tmp_path / "a", os.O_WRONLY))
-    with whole_file(tmp_path / "b", private=True) as partial:
+    with atomic_write(tmp_path / "b", private=True) as partial:
         partial.write_text("text")
         assert mode(partial) == 0o600
     assert asked[:2] == [0o600, 0o600] and mode(tmp_path / "b") == 0o600
@@ -104,7 +104,7 @@ def test_a_file_is_never_wider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_whole_file_that_was_wider_is_closed(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("before")
     (tmp_path / "b").chmod(0o666)
-    with whole_file(tmp_path / "b", private=True) as partial:
+    with atomic_write(tmp_path / "b", private=True) as partial:
         partial.write_text("after")
     assert mode(tmp_path / "b") == 0o600 and (tmp_path / "b").read_text() == "after"
 

@@ -12,7 +12,7 @@ from inferc.config import EngineConfig, available_cores
 from inferc.errors import ConfigError
 from inferc.kv_groups import CacheGroup
 from inferc.runtime.artifact.load import load_artifact
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.system.topology import Core, cores_to_pin, memory_on, nodes_of, read_cores
 
 needs_nodes = pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without nodes of memory")
@@ -80,7 +80,7 @@ def allowed_of_threads() -> dict[int, frozenset[int]]:
 def test_threads_stay_on_cores_of_their_own(tiny_artifact: Path, pin: bool) -> None:
     before = allowed_of_threads()
     config = EngineConfig(num_threads=2, max_num_seqs=2, kv_memory_bytes=1 << 20, pin_threads=pin)
-    runner = ModelRunner(load_artifact(tiny_artifact), config, first_core=0)
+    runner = CpuRunner(load_artifact(tiny_artifact), config, first_core=0)
     try:
         runner.reset_slot(0, None)  # the worker has begun when it has done something
         new = [cpus for task, cpus in allowed_of_threads().items() if task not in before]

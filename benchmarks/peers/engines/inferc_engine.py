@@ -1,4 +1,4 @@
-"""inferc: the engine of an artifact, stepped."""
+"""The inferc engine for the comparison: it steps the engine of an artifact."""
 
 from __future__ import annotations
 

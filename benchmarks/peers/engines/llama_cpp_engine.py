@@ -1,4 +1,4 @@
-"""llama.cpp by its C interface: the sequences of a batch decode in one llama_decode, ids by argmax."""
+"""The llama.cpp engine for the comparison, by its C interface: one llama_decode per batch, ids by argmax."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ UBATCH = 512
 
 class LlamaCpp:
     def __init__(self, model: Any, threads: int, log: Any) -> None:
-        self.model, self.threads, self.log = model, threads, log  # llama.cpp calls log for as long as it lives
+        self.model, self.threads, self.log = model, threads, log  # kept alive because llama.cpp keeps calling `log`
         self.context: Any = None
-        self.room = (0, 0)  # sequences of the context, and tokens of each
+        self.room = (0, 0)  # number of sequences of the context, and tokens of each
         self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self.batch = api.llama_batch_init(2048, 0, 1)
 
     def make_room(self, sequences: int, tokens: int) -> None:
-        """A context for as many, unless there is one already: the first run of a case makes it, which does not count.
+        """Make a context for these sizes, unless it exists; the first run of a case makes it and does not count.
 
-        Each sequence has a cache of its own. In one that all share, attention goes over everybody's tokens, most of them
-        masked, and 32 sequences at once are half as fast.
+        Each sequence has its own KV cache. With a shared one, attention covers the tokens of all sequences, most of
+        them masked, and 32 concurrent sequences are half as fast.
         """
         room = (sequences, -(-tokens // 256) * 256)
         if self.room == room:
@@ -42,7 +42,7 @@ class LlamaCpp:
             raise SystemExit(f"llama.cpp has no context of {room[0]} sequences of {room[1]} tokens")
 
     def decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """A batch of (id, position, sequence, whether its logits are asked for)."""
+        """Decode a batch of rows (id, position, sequence, whether logits are wanted)."""
         batch = self.batch
         batch.n_tokens = len(rows)
         for index, (token, position, sequence, wanted) in enumerate(rows):

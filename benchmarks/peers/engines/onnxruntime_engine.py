@@ -1,4 +1,4 @@
-"""onnxruntime-genai: a static batch."""
+"""The onnxruntime-genai engine for the comparison, which runs a static batch."""
 
 from __future__ import annotations
 

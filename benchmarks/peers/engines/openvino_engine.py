@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its continuous-batching pipeline, stepped."""
+"""The OpenVINO GenAI engine for the comparison, which steps its continuous-batching pipeline."""
 
 from __future__ import annotations
 

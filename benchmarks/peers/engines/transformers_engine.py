@@ -1,4 +1,4 @@
-"""Hugging Face `generate`: a static batch in which every prompt has the same length."""
+"""The transformers engine for the comparison: `generate` on a static batch of prompts of equal length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Streamer:
         self.recorder, self.calls = recorder, 0
 
     def put(self, _: torch.Tensor) -> None:
-        if self.calls:  # the first brings the prompt
+        if self.calls:  # the first call brings the prompt
             for request in range(len(self.recorder.arrivals)):
                 self.recorder.add(request)
         self.calls += 1

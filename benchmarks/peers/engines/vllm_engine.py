@@ -1,4 +1,4 @@
-"""vLLM's CPU backend, its engine stepped in this process."""
+"""The vLLM engine for the comparison: its CPU backend, stepped in this process."""
 
 from __future__ import annotations
 

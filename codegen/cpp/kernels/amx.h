@@ -1,6 +1,7 @@
-// The tile registers of AMX, and the few things that are done with them.
-// Each of the eight holds up to 16 rows of up to 64 bytes. Here 0 to 3 hold sums, 2 * m + p those of row tile m and
-// panel p; 4 and 5 hold rows, 6 and 7 weights. A panel's next 1024 bytes are a tile of weights as they lie.
+// The tile registers of AMX, and the operations on them.
+// Each of the eight registers holds up to 16 rows of up to 64 bytes. Here registers 0 to 3 hold sums, 2 * m + p those
+// of row tile m and panel p; 4 and 5 hold rows, 6 and 7 weights. Every 1024 bytes of a panel are a tile of weights as
+// stored.
 #pragma once
 #include "simd.h"
 
@@ -13,10 +14,10 @@ constexpr bool AMX = false;
 #endif
 constexpr i64 TILE_HEIGHT = 16, TILE_LINE = 64, TILE_BYTES = TILE_HEIGHT * TILE_LINE;
 
-// What ldtilecfg reads.
+// The configuration that ldtilecfg reads.
 struct TileConfig {
   u8 palette, start_row, reserved[14];
-  u16 bytes[8];  // of a row
+  u16 bytes[8];  // bytes of a row of each tile
   u8 more_reserved[16];
   u8 rows[8];
   u8 last_reserved[8];
@@ -43,7 +44,7 @@ template <int T>
 INLINE void load(const void* from, i64 stride) {
   asm volatile("tileloadd\t(%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
 }
-// The same for what is not read again soon: it leaves the first-level cache to others.
+// Loads a tile that is not read again soon, so that it does not displace others from the first-level cache.
 template <int T>
 INLINE void stream(const void* from, i64 stride) {
   asm volatile("tileloaddt1\t(%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
@@ -52,7 +53,7 @@ template <int T>
 INLINE void store(void* to, i64 stride) {
   asm volatile("tilestored\t%%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
 }
-// Tile C plus the product of tiles A and B: of pairs of bf16, or of fours of int8.
+// Adds the product of tiles A and B to tile C: of pairs of bf16, or of groups of four int8.
 template <int C, int A, int B>
 INLINE void dot(const bf16*) {
   asm volatile("tdpbf16ps\t%%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
@@ -67,14 +68,14 @@ INLINE void dot(const i8*) {
 
 namespace inferc {
 
-// What this thread's tiles are configured for.
+// The configuration of this thread's tiles.
 struct TileShape {
   i64 first, second, line;
 };
 constinit inline thread_local TileShape tile_shape{0, 0, 0};
 
-// Makes the row tiles `first` and, unless it is 0, `second` rows high, of `line` bytes each. Fewer rows take less time,
-// as does not to configure again, which clears all tiles.
+// Makes the row tiles `first` and, unless it is 0, `second` rows high, with `line` bytes in each row. Fewer rows take
+// less time. An unchanged configuration is not loaded again, since that takes time and clears all tiles.
 INLINE void shape_tiles(i64 first, i64 second, i64 line = TILE_LINE) {
   TileShape& now = tile_shape;
   if (now.line == line && now.first == first && (now.second == second || second == 0)) return;
@@ -95,7 +96,7 @@ INLINE void shape_tiles(i64 first, i64 second, i64 line = TILE_LINE) {
   amx::configure(config);
 }
 
-// For who comes after: a thread that sleeps with tiles in use is dearer to switch, and code outside has tiles of its own.
+// Releases the tiles: a thread that sleeps with tiles in use costs more to switch, and code outside configures its own.
 INLINE void release_tiles() {
   if constexpr (AMX) {
     if (tile_shape.line) amx::release();

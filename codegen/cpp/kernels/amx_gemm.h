@@ -1,6 +1,6 @@
-// `gemm_panels` on tiles: 32 rows by two panels at a time, or 16 by four, four tiles of sums.
-// A panel is the product's right side as it lies in memory, rows are its left side. Whatever the number of rows, an
-// output adds up tiles of k in ascending order, the last filled up with zeros: a row's bits do not depend on the others.
+// `gemm_panels` on tiles: 32 rows by two panels at a time, or 16 by four, with four tiles of sums.
+// A panel is the product's right side as stored, rows are its left side. Whatever the number of rows, an output adds up
+// tiles of k in ascending order, the last one padded with zeros: a row's bits do not depend on the other rows.
 #pragma once
 #include "gemm.h"
 
@@ -8,29 +8,30 @@ namespace inferc {
 
 template <class T>
 constexpr i64 TILE_K = TILE_LINE / i64(sizeof(T));
-// Of k at a time at most, in bytes of a row, where weights are widened: two panels are then 32 KB.
+// The most bytes of a row in a block of k where weights are widened: two panels are then 32 KB.
 constexpr i64 TILE_WIDE_BYTES = 1024;
 
-// One or two tiles of rows: those of k step i start `step` bytes behind those of step i - 1, rows are `stride` bytes apart.
+// One or two tiles of rows: those of k step i start `step` bytes after those of step i - 1, rows are `stride` bytes
+// apart.
 struct RowTiles {
   const char *first, *second;
   i64 stride, step;
   INLINE RowTiles from(i64 i) const { return {first + i * step, second + i * step, stride, step}; }
 };
 
-// What is fetched beside a product: `bytes` from each of both addresses with every step of it.
+// The prefetches beside a product: `bytes` from each of both addresses with every step of it.
 struct TileAhead {
   const char *first = nullptr, *second = nullptr;
   i64 bytes = 0;
 };
-// So many of each, whole lines, that `all` are there after so many steps.
+// The bytes of each prefetch, in whole lines, so that `all` bytes are there after so many steps.
 INLINE i64 fetched_each(i64 all, i64 steps) { return (all + steps * TILE_LINE - 1) / (steps * TILE_LINE) * TILE_LINE; }
 
-// Which operand is not read again before it has left the first-level cache, while the other is.
+// Which operand leaves the first-level cache before it is read again, while the other one stays.
 enum Streams { NEITHER, ROWS, PANELS };
 
-// M tiles of rows times P panels over whole tiles of k: to[row * stride + p * 16 + lane], started at zero, or with what
-// lies at `from`.
+// Multiplies M tiles of rows by P panels over whole tiles of k: to[row * stride + p * 16 + lane], started at zero, or
+// with the sums at `from`.
 template <class T, int M, int P, Streams STREAMS>
 __attribute__((noinline)) void multiply_tiles(const RowTiles& a, const T* const* b, const TileAhead& ahead, i64 steps,
                                               const float* from, float* to, i64 stride) {
@@ -73,8 +74,8 @@ __attribute__((noinline)) void multiply_tiles(const RowTiles& a, const T* const*
   on_sums([&]<int m, int p>() { amx::store<2 * m + p>(to + m * TILE_HEIGHT * stride + p * LANES, line); });
 }
 
-// The same for up to 32 rows and one or two panels over any k. Its last, no whole tile: `a` goes on with zeros, and
-// last[p] has the panel's.
+// Multiplies up to 32 rows by one or two panels over any k as above. For a last step that is no whole tile, `a` is
+// padded with zeros, and last[p] has the rest of the panel.
 template <class T, Streams STREAMS>
 INLINE void tile_product(i64 height, const RowTiles& a, i64 count, const T* const* b, const T* const* last,
                          const TileAhead& ahead, i64 k, const float* from, float* to, i64 stride) {
@@ -93,7 +94,7 @@ INLINE void tile_product(i64 height, const RowTiles& a, i64 count, const T* cons
   if (k % TILE_K<T>) run(a.from(steps), last, {}, 1, steps ? to : from);
 }
 
-// What of a panel over k is left behind whole tiles, as a tile.
+// The rest of a panel over k after its whole tiles, as a tile.
 template <class T>
 INLINE void last_tile(const T* panel, i64 k, T* out) {
   const i64 whole = k / TILE_K<T> * TILE_K<T>;
@@ -101,7 +102,7 @@ INLINE void last_tile(const T* panel, i64 k, T* out) {
   memcpy(out, panel + whole * 16, (k - whole + Dot<T>::unit - 1) / Dot<T>::unit * 64);
 }
 
-// k elements of rows [row, row + height), as tiles filled up with zeros: [height / 16][k / per_line][16][per_line].
+// Packs k elements of rows [row, row + height) as tiles padded with zeros: [height / 16][k / per_line][16][per_line].
 template <class T, class R>
 INLINE void pack_rows(R row_of, i64 row, i64 height, i64 k0, i64 k, i64 per_line, T* out) {
   const i64 steps = (k + per_line - 1) / per_line;
@@ -128,7 +129,7 @@ INLINE RowTiles packed_tiles(const T* packed, i64 tile, i64 k, i64 per_line) {
   return {first, first + size, per_line * i64(sizeof(T)), TILE_HEIGHT * per_line * i64(sizeof(T))};
 }
 
-// Rows as tiles: where they lie, or packed.
+// Rows as tiles: where they are stored, or packed.
 struct TiledRows {
   const char* data;
   i64 tile, stride, step;  // bytes from 16 rows to the next 16, from a row to the next, from a tile of k to the next
@@ -138,7 +139,7 @@ struct TiledRows {
   }
 };
 
-// Whether rows lie equally far apart.
+// Whether rows have a constant stride.
 template <class R>
 INLINE bool is_regular(R row_of, i64 rows) {
   for (i64 row = 2; row < rows; ++row)
@@ -146,14 +147,14 @@ INLINE bool is_regular(R row_of, i64 rows) {
   return true;
 }
 
-// What rows take when they are packed: 0 if they are tiles where they lie, equally far apart, with k made of whole tiles.
+// The bytes for packed rows: 0 if rows are tiles where they are stored, with a constant stride and a k of whole tiles.
 template <class T, class R>
 INLINE i64 packed_bytes(R row_of, i64 rows, i64 k) {
   if (k % TILE_K<T> == 0 && is_regular(row_of, rows)) return 0;
   return (rows + TILE_HEIGHT - 1) / TILE_HEIGHT * ((k + TILE_K<T> - 1) / TILE_K<T>) * TILE_BYTES;
 }
 
-// All rows over all k, in `room` of packed_bytes unless that is null.
+// All rows over all k, packed in `room` of packed_bytes unless that is null.
 template <class T, class R>
 INLINE TiledRows tiled_rows(R row_of, i64 rows, i64 k, T* room) {
   if (room) {
@@ -164,7 +165,7 @@ INLINE TiledRows tiled_rows(R row_of, i64 rows, i64 k, T* room) {
   return {reinterpret_cast<const char*>(row_of(0)), TILE_HEIGHT * stride, stride, TILE_LINE};
 }
 
-// Up to 32 rows where they lie, if they are equally far apart and k is made of whole tiles; else packed.
+// Up to 32 rows where they are stored, if they have a constant stride and a k of whole tiles; else packed.
 template <class T, class R>
 INLINE RowTiles row_tiles_of(R row_of, i64 row, i64 height, i64 k0, i64 k, i64 per_line, T* room) {
   auto from_k0 = [&](i64 r) { return row_of(row + r) + k0; };
@@ -177,8 +178,8 @@ INLINE RowTiles row_tiles_of(R row_of, i64 row, i64 height, i64 k0, i64 k, i64 p
   return packed_tiles(room, 0, k, per_line);
 }
 
-// Gives away the sums of up to 32 rows by P panels. `emit` by value: what it knows stays in registers, while what lies in
-// memory is read anew after every store through it.
+// Hands the sums of up to 32 rows by P panels to `emit`. It takes `emit` by value: what that captured stays in
+// registers, while memory would be loaded again after every store through it.
 template <class T, int P, class E>
 INLINE void emit_sums(const float* sums, i64 height, i64 row, i64 panel, E emit) {
   for (i64 m = 0; m < height; ++m)
@@ -186,8 +187,8 @@ INLINE void emit_sums(const float* sums, i64 height, i64 row, i64 panel, E emit)
     for (int p = 0; p < P; ++p) emit(row + m, panel + p, Dot<T>::sum(sums + (2 * m + p) * LANES));
 }
 
-// Four panels by up to 16 rows, while the weight streams from memory: sums [16][4][16]. Fetches what lies half a tile further
-// on, and where panels end, `next` bytes behind each.
+// Multiplies four panels by up to 16 rows, while the weight streams from memory: sums [16][4][16]. It prefetches half a
+// tile ahead, and where panels end, `next` bytes after each.
 template <class T>
 INLINE void stream_tiles(const Panels<T>& w, i64 panel, i64 rows, const RowTiles& a, i64 next, float* sums) {
   constexpr T* type = nullptr;
@@ -195,7 +196,8 @@ INLINE void stream_tiles(const Panels<T>& w, i64 panel, i64 rows, const RowTiles
   const i64 steps = w.k / TILE_K<T>, left = w.k % TILE_K<T>;
   const char *panels[4], *row = a.first;
   for (int p = 0; p < 4; ++p) panels[p] = reinterpret_cast<const char*>(w.panel(panel + p));
-  auto step = [&](const char* rows_at, i64 stride, const char* first, const char* second, const char* third, const char* fourth) {
+  auto step = [&](const char* rows_at, i64 stride, const char* first, const char* second, const char* third,
+                  const char* fourth) {
     amx::load<4>(rows_at, stride);
     amx::load<6>(first, TILE_LINE), amx::dot<0, 4, 6>(type);
     amx::load<7>(second, TILE_LINE), amx::dot<1, 4, 7>(type);
@@ -222,8 +224,8 @@ INLINE void stream_tiles(const Panels<T>& w, i64 panel, i64 rows, const RowTiles
   amx::store<2>(sums + 2 * LANES, line), amx::store<3>(sums + 3 * LANES, line);
 }
 
-// The same of weights in int8, which are widened a tile of each panel at a time, while the tiles before are multiplied: M
-// tiles of rows by P panels, sums [16 * M][P][16].
+// Multiplies by weights in int8 as above. They are widened one tile of each panel at a time, while the previous tiles
+// are multiplied: M tiles of rows by P panels, sums [16 * M][P][16].
 template <class T, int M, int P>
 INLINE void stream_widened(const Panels<i8>& w, i64 panel, i64 rows, const RowTiles& a, i64 next, float* sums) {
   constexpr T* type = nullptr;
@@ -268,16 +270,16 @@ INLINE void stream_widened(const Panels<i8>& w, i64 panel, i64 rows, const RowTi
   amx::store<2>(second, line), amx::store<3>(second + LANES, line);
 }
 
-// Two panels at a time, a block of their k at a time, all rows: a block of the panels stays in the first-level cache, the
-// rows in the second. Where rows of all k are too much for that, a block of k goes through all panels before the next.
-// Not inlined: what it takes of the stack it then gives back.
+// Multiplies two panels at a time, a block of their k at a time, by all rows: a block of the panels stays in the
+// first-level cache, the rows in the second. If rows over all k are too large for that, a block of k passes all panels
+// before the next block. Not inlined: so its stack is released when it returns.
 template <class T, class W, class R, class E>
-__attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit,
-                                           Beside beside) {
+__attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of,
+                                           E emit, Beside beside) {
   constexpr bool widens = !std::is_same_v<T, W>;
   constexpr i64 width = 2 * LANES, wide_k = TILE_WIDE_BYTES / i64(sizeof(T)), tile = TILE_HEIGHT * TILE_K<T>;
   const i64 k = w.k, steps = (k + TILE_K<T> - 1) / TILE_K<T>, chosen = w.blocking->k_bytes / i64(sizeof(T));
-  // A weight that is read once streams through whole panels.
+  // A weight that is read only once streams through in whole panels.
   const i64 block = widens ? wide_k : rows > TILE_PAIR ? chosen : steps * TILE_K<T>;
   T* packed = nullptr;
   if (const i64 bytes = packed_bytes<T>(row_of, rows, k))
@@ -341,8 +343,10 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
     for (i64 k0 = 0; k0 < k; k0 += block)
       for (i64 panel = first; panel < stop; panel += 2) {
         const bool is_last = k0 + block >= k;
-        // What is read next: the same block of the next pair, the next block of the first, or a pair's next block if it is alone.
-        const i64 at = bytes_between(w.panel(0), w.panel(0) + k0 * 16), size = bytes_between(w.panel(0), w.panel(0) + block * 16);
+        // The next data to read: the same block of the next pair, the next block of the first pair, or a lone pair's
+        // next block.
+        const i64 at = bytes_between(w.panel(0), w.panel(0) + k0 * 16),
+                  size = bytes_between(w.panel(0), w.panel(0) + block * 16);
         TileAhead ahead;
         if (rows <= TILE_PAIR) {
           if constexpr (!widens) ahead = {bytes_of(panel) + TILE_BYTES, bytes_of(panel + 1) + TILE_BYTES, TILE_BYTES};
@@ -350,7 +354,8 @@ __attribute__((noinline)) void tile_panels(const Panels<W>& w, i64 begin, i64 en
           const bool turns = panel + 2 >= stop;
           const i64 next = !turns ? panel + 2 : is_last ? stop : first, from = !turns ? at : is_last ? 0 : at + size;
           if (next < end)
-            ahead = {bytes_of(next) + from, bytes_of(next + 1) + from, fetched_each(size, products * (block / TILE_K<T>))};
+            ahead = {bytes_of(next) + from, bytes_of(next + 1) + from,
+                     fetched_each(size, products * (block / TILE_K<T>))};
         } else if (panel + 2 < end) {
           const i64 each = fetched_each(panel_bytes, products * steps), passed = each * products * (k0 / TILE_K<T>);
           ahead = {bytes_of(panel + 2) + passed, bytes_of(panel + 3) + passed, each};

@@ -1,12 +1,12 @@
-// Paged attention: new queries of each sequence over its blocks, prefill and decode alike.
-// For one kv head the query rows are (token, head of the group): rows of a small matrix multiplication. Keys go in
-// tiles of 64 or 128 at absolute positions; splits of 512 keys are finished on their own and merged ascending. Keys that
-// are masked change no bit, so a row's result depends neither on its neighbours nor on how the prompt was cut into steps,
-// and what no row of a tile sees is not computed.
-// Probabilities are rounded to T before they meet the values, whose products then go as those of a weight do; what they
-// are divided by is the sum of them as they were.
-// K and V in int8 are multiplied as the integers they are, widened; a key's score is then multiplied by its scale, and a
-// probability by that of its value.
+// Paged attention: the new queries of each sequence over its KV blocks, for prefill and decode alike.
+// For one KV head the query rows are (token, head of the group): rows of a small matrix multiplication. Keys go in
+// tiles of 64 or 128 at absolute positions; splits of 512 keys are finished on their own and merged in ascending order.
+// Masked keys change no bit, so a row's result depends neither on its neighbours nor on how the prompt was cut into
+// steps; what no row of a tile sees is not computed.
+// Probabilities are rounded to T before they are multiplied by the values, in the same order as products of a weight;
+// the divisor is the sum of the unrounded probabilities.
+// K and V in int8 are multiplied as integers, widened; a key's score is then multiplied by its scale, and a probability
+// by that of its value.
 // Source: Dao 2023, arXiv:2307.08691 (tiling); Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
 #pragma once
 #include "key_tile.h"
@@ -19,8 +19,8 @@ constexpr double MASS_OF_ONE = 0x1p32;
 
 enum Mask { CAUSAL, SLIDING, CHUNKED };
 
-// C is the pool's kind: a Cache, or a Latent where all heads share one K that holds V; in T or in int8.
-// B is what is added to a score besides: NoBias, or Alibi.
+// C is the pool's kind: a Cache, or a Latent where all heads share one K that contains V; in T or in int8.
+// B is the bias that is added to a score: NoBias, or Alibi.
 template <class T, class C = Cache<T>, class B = NoBias>
 struct Attention {
   using S = typename C::Stored;
@@ -37,8 +37,8 @@ struct Attention {
   Mask mask;
   i64 window;
   float* partials;    // for splits that go to several threads, or null
-  i64 max_partials;   // floats there
-  const i32* mass_from = nullptr;  // as in StepArgs, with the group's own of `masses`
+  i64 max_partials;   // the number of floats there
+  const i32* mass_from = nullptr;  // as in StepArgs, with the group's own entry of `masses`
   i64* masses = nullptr;
   [[no_unique_address]] B bias = {};
 
@@ -50,14 +50,14 @@ struct Attention {
   // The query heads of one kv head go in parts of at most QUERY_ROWS.
   INLINE i64 parts() const { return (group() + QUERY_ROWS - 1) / QUERY_ROWS; }
   INLINE i64 part_size() const { return (group() + parts() - 1) / parts(); }
-  // Pieces of 16 keys that vectors or tiles take at a time.
+  // The number of 16-key pieces that vectors or tiles take at a time.
   static constexpr int granule = tiled || TILE_PANELS < 2 ? 2 : TILE_PANELS;
   INLINE i64 dim() const { return cache.dim; }
   INLINE i64 v_dim() const {
     if constexpr (latent) return cache.v_dim;
     else return cache.dim;
   }
-  // What the maxima of a row are multiplied by in the end.
+  // The factor that a row's maxima are multiplied by at the end.
   INLINE float unit() const { return biased ? 1.0f : scores.unit(); }
   // The position of a sequence's first new token.
   INLINE i64 first_new(i64 seq) const { return seq_lens[seq] - (query_start_loc[seq + 1] - query_start_loc[seq]); }
@@ -69,38 +69,42 @@ struct Attention {
   }
 };
 
-// Softmax state of some rows: maximum, sum and unnormalised output [rows, dim]. Where the maximum is -inf nothing was seen,
-// and the output may be anything.
+// The softmax state of some rows: maximum, sum and unnormalised output [rows, dim]. Where the maximum is -inf no key
+// was seen, and the output may be anything.
 struct State {
   float *high, *total, *acc;
 };
 
 // A piece of work: tokens [begin, end) of a sequence (counted from its first new one) for `heads` query heads from
-// `first` on, of those of one kv head.
+// `first` on, within the group of one KV head.
 struct Piece {
   i64 seq, head, first, heads, begin, end;
   INLINE i64 rows() const { return (end - begin) * heads; }
 };
 
-// Part `index` of all parts of all kv heads.
+// Part `index` of all parts of the query heads of all KV heads.
 template <class A>
 INLINE Piece piece_of(const A& a, i64 seq, i64 index, i64 begin, i64 end) {
   i64 head = index / a.parts(), first = index % a.parts() * a.part_size(), left = a.group() - first;
   return {seq, head, first, left < a.part_size() ? left : a.part_size(), begin, end};
 }
 
-// q's rows of a piece.
+// The rows of q of a piece.
 template <class T, class C, class B>
 struct Queries {
   const Attention<T, C, B>& a;
   i64 first_token, first_head, heads;
   INLINE Queries(const Attention<T, C, B>& a_, const Piece& piece)
-      : a(a_), first_token(a.query_start_loc[piece.seq] + piece.begin), first_head(piece.head * a.group() + piece.first),
+      : a(a_),
+        first_token(a.query_start_loc[piece.seq] + piece.begin),
+        first_head(piece.head * a.group() + piece.first),
         heads(piece.heads) {}
-  INLINE const T* operator()(i64 row) const { return a.q[first_token + row / heads] + (first_head + row % heads) * a.dim(); }
+  INLINE const T* operator()(i64 row) const {
+    return a.q[first_token + row / heads] + (first_head + row % heads) * a.dim();
+  }
 };
 
-// The same as tiles multiply them.
+// The rows of q of a piece, packed for tiles.
 template <class T, class C, class B>
 struct PackedQueries {
   alignas(64) T rows[Attention<T, C, B>::tiled ? QUERY_ROWS * (C::latent ? MAX_LATENT_DIM : MAX_HEAD_DIM) : 1];
@@ -109,7 +113,7 @@ struct PackedQueries {
   }
 };
 
-// The first tile of a split that a query which sees keys from `key_begin` on has a part in.
+// The first tile of a split that is visible to a query which sees keys from `key_begin` on.
 INLINE i64 first_tile(i64 split, i64 key_begin) {
   const i64 tile = key_begin / KEY_TILE * KEY_TILE;
   return tile > split * KEY_SPLIT ? tile : split * KEY_SPLIT;
@@ -118,32 +122,35 @@ INLINE i64 first_tile(i64 split, i64 key_begin) {
 // The tile of a piece's keys from `key` on.
 template <class T, class C, class B>
 INLINE Tile<typename C::Stored> tile_at(const Attention<T, C, B>& a, const Piece& piece, i64 key) {
-  return tile_of(a.cache, a.block_table + piece.seq * a.max_blocks, piece.head, key, a.first_new(piece.seq) + piece.end);
+  return tile_of(a.cache, a.block_table + piece.seq * a.max_blocks, piece.head, key,
+                 a.first_new(piece.seq) + piece.end);
 }
 
-// Rows of a piece, from its row `row` on, over one tile of keys.
+// The rows of a piece, from its row `row` on, over one tile of keys.
 template <class T, class C, class B>
 struct RowGroup {
   using S = typename C::Stored;
   const Attention<T, C, B>& a;
-  i64 row, count, heads, position, key;  // position: of the piece's first token; key: the tile's first
-  i64 head;                              // the piece's first
+  i64 row, count, heads, position, key;  // position: of the piece's first token; key: of the tile's first key
+  i64 head;                              // the first head of the piece
 
-  INLINE Range seen_by(i64 r) const {  // of the tile's keys; it may reach beyond them
+  INLINE Range seen_by(i64 r) const {  // the keys of the tile that row r sees; the range may extend beyond the tile
     const i64 at = position + (row + r) / heads;
     return {a.first_key(at) - key, at + 1 - key};
   }
-  // How products become scores in row r.
+  // The conversion of products to scores in row r.
   INLINE auto scores_of(i64 r) const {
     if constexpr (!B::present) return a.scores;
-    else return BiasedScores{a.scores.scale, a.bias.slopes[head + (row + r) % heads], float(key - position - (row + r) / heads)};
+    else
+      return BiasedScores{a.scores.scale, a.bias.slopes[head + (row + r) % heads],
+                          float(key - position - (row + r) / heads)};
   }
-  INLINE Range seen() const {  // by any row
+  INLINE Range seen() const {  // the keys that any row sees
     const i64 first = seen_by(0).first, last = seen_by(count - 1).last;
     return {first > 0 ? first : 0, last < KEY_TILE ? last : KEY_TILE};
   }
 
-  // Softmax of the tile's first `pieces`, at most N. What was summed before is multiplied as the maxima rise.
+  // Computes the softmax of the tile's first `pieces`, at most N, and rescales previous sums as the maxima rise.
   template <int N>
   INLINE void softmax(const Tile<S>& tile, i64 pieces, const float* scores, float* top, float* totals, T* probabilities,
                       float* acc) const {
@@ -179,16 +186,17 @@ struct TileWork {
   alignas(64) T probabilities[at_once * KEY_TILE];
   KeyPanels<T, C> keys;
   ValuePanels<T, C> values;
-  INLINE explicit TileWork(const A& a_) : a(a_) {}  // what is large stays as it is
+  INLINE explicit TileWork(const A& a_) : a(a_) {}  // the large buffers stay uninitialised
 
   INLINE void touch(const Tile<S>& next) {
     for (i64 p = 0; p < next.count(); ++p) {
       touch_pages(next.keys[p], 16 * next.dim * i64(sizeof(S)));
-      // Where a piece of V begins; one of latents is the keys'.
-      if (!C::latent && p * 256 % next.apart == 0) touch_pages(next.values[p], next.apart / 16 * next.dim * i64(sizeof(S)));
+      // The start of a piece of V; the values of latents are in the keys' piece.
+      if (!C::latent && p * 256 % next.apart == 0)
+        touch_pages(next.values[p], next.apart / 16 * next.dim * i64(sizeof(S)));
     }
   }
-  // Fetches what is not fetched beside a product of `pieces`, and no more than will be read.
+  // Prefetches what the product of `pieces` does not prefetch, but only what will be read.
   INLINE void fetch_rest(const Tile<S>& next, Range pieces) {
     for (i64 p = 0; p < next.count(); ++p) {
       if (std::is_same_v<S, i8>) fetch_l2(next.key_scales[p]), fetch_l2(next.value_scales[p]);
@@ -199,13 +207,14 @@ struct TileWork {
       for (i64 d = 0; d < next.dim; d += 16) fetch_elements(next.panel(p, d), tokens * 16);
     }
   }
-  // The pieces of those steps of values that are full.
+  // The full pieces of those steps of values.
   INLINE static i64 whole(const Tile<S>& tile) { return tile.keys_there / VALUE_TOKENS * 2; }
 
-  // scores of `pieces`. first: of this tile, so that the next is fetched meanwhile, unless it is null.
+  // Computes scores of `pieces`. first: whether they are the tile's first; then the next tile is prefetched, unless
+  // null.
   template <class R>
-  INLINE void score(const Tile<S>& tile, const Tile<S>* next, bool first, Range pieces, const RowGroup<T, C, B>& group, R row_of,
-                    const T* packed) {
+  INLINE void score(const Tile<S>& tile, const Tile<S>* next, bool first, Range pieces, const RowGroup<T, C, B>& group,
+                    R row_of, const T* packed) {
     const T* const* ahead = nullptr;
     if constexpr (keys.in_place)
       if (first && next) ahead = next->keys;
@@ -225,7 +234,7 @@ struct TileWork {
   }
 };
 
-// The same while a split is under way: its maxima are not yet multiplied by Scores::unit, its sums [rows][16] apart by lane.
+// The softmax state while a split is computed: maxima are not yet multiplied by Scores::unit, sums are kept per lane.
 struct Running {
   float *high, *totals, *acc;
   INLINE Running from(i64 row, i64 dim) const { return {high + row, totals + row * LANES, acc + row * dim}; }
@@ -233,19 +242,19 @@ struct Running {
     for (i64 r = 0; r < rows; ++r) high[r] = MINUS_INF;
     memset(totals, 0, rows * LANES * sizeof(float));
   }
-  INLINE bool is_fresh(i64 rows) const {  // none has seen a key
+  INLINE bool is_fresh(i64 rows) const {  // whether no row has seen a key
     i64 r = 0;
     while (r < rows && high[r] == MINUS_INF) ++r;
     return r == rows;
   }
 };
 
-// The tiles [begin, end) of a split for the rows of a piece. On tiles a few rows at a time go through all that is done with
-// a tile, in the first-level cache. after: the tile that is read when this is done, or null. To fetch the first one
-// of the next piece gained nothing, and made the products behind attention slower.
+// Computes the tiles [begin, end) of a split for the rows of a piece. On tiles, a few rows at a time go through all
+// operations with a tile, in the first-level cache. after: the tile that is read next, or null. Prefetching the first
+// tile of the next piece gained nothing, and made the products after attention slower.
 template <class T, class C, class B>
-void attend_tiles(const Attention<T, C, B>& a, const Piece& piece, const PackedQueries<T, C, B>& packed, i64 tiles_begin,
-                  i64 tiles_end, const Running& state, const Tile<typename C::Stored>* after) {
+void attend_tiles(const Attention<T, C, B>& a, const Piece& piece, const PackedQueries<T, C, B>& packed,
+                  i64 tiles_begin, i64 tiles_end, const Running& state, const Tile<typename C::Stored>* after) {
   using A = Attention<T, C, B>;
   using S = typename C::Stored;
   const i64 dim = a.v_dim(), rows = piece.rows(), begin = a.first_new(piece.seq) + piece.begin;
@@ -299,10 +308,10 @@ void attend_tiles(const Attention<T, C, B>& a, const Piece& piece, const PackedQ
   }
 }
 
-// One split of 512 keys for the rows of a piece: state starts empty.
+// Computes one split of 512 keys for the rows of a piece; the state starts empty.
 template <class T, class C, class B>
-void attend_split(const Attention<T, C, B>& a, const Piece& piece, const PackedQueries<T, C, B>& packed, i64 split, State state,
-                  const Tile<typename C::Stored>* after) {
+void attend_split(const Attention<T, C, B>& a, const Piece& piece, const PackedQueries<T, C, B>& packed, i64 split,
+                  State state, const Tile<typename C::Stored>* after) {
   alignas(64) float totals[QUERY_ROWS * LANES];
   const Running running{state.high, totals, state.acc};
   const i64 rows = piece.rows(), first_new = a.first_new(piece.seq), key_end = first_new + piece.end;
@@ -312,9 +321,9 @@ void attend_split(const Attention<T, C, B>& a, const Piece& piece, const PackedQ
   for (i64 r = 0; r < rows; ++r) state.high[r] *= a.unit(), state.total[r] = sum(load(totals + r * LANES));
 }
 
-// into = into merged with one more split.
-INLINE void merge_row(float& high, float& total, float* acc, float split_high, float split_total, const float* split_acc,
-                      i64 dim) {
+// Merges one more split into the state `high`, `total`, `acc`.
+INLINE void merge_row(float& high, float& total, float* acc, float split_high, float split_total,
+                      const float* split_acc, i64 dim) {
   if (split_high == MINUS_INF) return;
   if (high == MINUS_INF) {
     high = split_high, total = split_total;
@@ -329,7 +338,7 @@ INLINE void merge_row(float& high, float& total, float* acc, float split_high, f
   high = top;
 }
 
-// The sinks' share and the division; writes the rows of out.
+// Adds the sink's share, divides, and writes a row of out.
 template <class T, class C, class B>
 INLINE void finish_row(const Attention<T, C, B>& a, i64 token, i64 head, float high, float total, const float* acc) {
   i64 dim = a.v_dim();
@@ -373,8 +382,8 @@ void attend_piece(const Attention<T, C, B>& a, const Piece& piece) {
     finish_row(a, token + r / piece.heads, first_head + r % piece.heads, high[r], total[r], acc + r * dim);
 }
 
-// `count` sequences from `seq` on, of one new token each, whose first `shared` keys (whole tiles) are the same: those are
-// read once for all of them. A row goes through what it would go through alone.
+// Computes `count` sequences from `seq` on, of one new token each, whose first `shared` keys (whole tiles) are the
+// same: these are read once for all of them. A row is computed exactly as it would be alone.
 template <class T, class C, class B>
 void attend_shared(const Attention<T, C, B>& a, i64 seq, i64 count, i64 index, i64 shared) {
   const Piece all = piece_of(a, seq, index, 0, count);
@@ -387,13 +396,15 @@ void attend_shared(const Attention<T, C, B>& a, i64 seq, i64 count, i64 index, i
   i64 longest = 0;
   for (i64 i = 0; i < count; ++i) longest = a.seq_lens[seq + i] > longest ? a.seq_lens[seq + i] : longest;
   for (i64 begin = 0; begin < longest; begin += KEY_SPLIT) {
-    const i64 end = begin + KEY_SPLIT, own = begin < shared ? shared : begin;  // where each goes on for itself
+    const i64 end = begin + KEY_SPLIT,
+              own = begin < shared ? shared : begin;  // own: where each sequence continues alone
     running.start(rows);
     if (begin < shared) attend_tiles(a, all, packed, begin, shared < end ? shared : end, running, nullptr);
     for (i64 i = 0; i < count; ++i) {
       const i64 length = a.seq_lens[seq + i], stop = length < end ? length : end;
       const Piece one = piece_of(a, seq + i, index, 0, 1);
-      if (own < stop) attend_tiles(a, one, PackedQueries<T, C, B>(a, one), own, stop, running.from(i * heads, dim), nullptr);
+      if (own < stop)
+        attend_tiles(a, one, PackedQueries<T, C, B>(a, one), own, stop, running.from(i * heads, dim), nullptr);
       for (i64 r = i * heads; r < (i + 1) * heads && begin < length; ++r)
         merge_row(high[r], total[r], acc + r * dim, split_high[r] * a.unit(), sum(load(totals + r * LANES)),
                   split_acc + r * dim, dim);
@@ -404,12 +415,12 @@ void attend_shared(const Attention<T, C, B>& a, i64 seq, i64 count, i64 index, i
                acc + r * dim);
 }
 
-// Sequences behind each other whose first blocks are the same: `count` from each one that leads, and their common keys.
+// Consecutive sequences whose first blocks are the same: for each leading one, their `count` and their common keys.
 struct Sharing {
   i64 leaders, *seq, *count, *keys;
 };
 
-// most: sequences that go together.
+// most: the most sequences that are grouped.
 template <class T, class C, class B>
 INLINE void find_sharing(const Attention<T, C, B>& a, i64 most, Sharing& found) {
   auto common = [&](i64 one, i64 other) {
@@ -424,7 +435,7 @@ INLINE void find_sharing(const Attention<T, C, B>& a, i64 most, Sharing& found) 
     const i64 last = found.leaders - 1;
     if (last >= 0 && found.count[last] < most) {
       const i64 keys = common(found.seq[last], seq);
-      // One that has little in common would take from the others what they have.
+      // A sequence with few common keys would reduce what the others share.
       if (keys > 0 && 2 * keys >= found.keys[last]) {
         ++found.count[last];
         found.keys[last] = found.count[last] == 2 || keys < found.keys[last] ? keys : found.keys[last];
@@ -435,7 +446,8 @@ INLINE void find_sharing(const Attention<T, C, B>& a, i64 most, Sharing& found) 
   }
 }
 
-// Decode of few sequences: every split of every (sequence, part of heads) is a piece of its own, merged after a barrier.
+// Decode of few sequences: every split of every (sequence, part of heads) is a piece of its own, merged after a
+// barrier.
 template <class T, class C, class B>
 void attend_by_splits(Team& team, const Attention<T, C, B>& a, i64 max_splits) {
   i64 most = a.part_size(), dim = a.v_dim(), parts = a.cache.heads * a.parts(), row_size = dim + 2;
@@ -469,7 +481,7 @@ void attend_by_splits(Team& team, const Attention<T, C, B>& a, i64 max_splits) {
   });
 }
 
-// The keys of one token, from a tile's first on, in pieces of 16.
+// The keys that one token sees, from the start of a tile on, in pieces of 16.
 template <class T, class C, class B>
 struct KeySpan {
   i64 begin, end, start, count;
@@ -478,9 +490,9 @@ struct KeySpan {
         count((end - start + KEY_TILE - 1) / KEY_TILE * PIECES) {}
 };
 
-// What each block gets of the probabilities of a piece of one token, added to `masses`: integers, so that the order of tokens,
-// layers and heads is nothing. Per head and 16 keys, the highest score and the sum beside it are kept until the highest of
-// all is known.
+// Adds the share of each block in the probabilities of a piece of one token to `masses`. They are integers, so that the
+// order of tokens, layers and heads does not matter. For each head and 16 keys, the highest score and the sum relative
+// to it are kept until the overall maximum is known.
 template <class T, class C, class B>
 void count_masses(const Attention<T, C, B>& a, const Piece& piece) {
   const auto [begin, end, start, count] = KeySpan<T, C, B>(a, a.first_new(piece.seq) + piece.end - 1);
@@ -531,16 +543,17 @@ void count_masses(const Attention<T, C, B>& a, const Piece& piece) {
   }
 }
 
-// The masses of all tokens that count, of a few heads at a time where keys are many.
+// Computes the masses of all tokens that count, for a few heads at a time where there are many keys.
 template <class T, class C, class B>
 void count_masses(Team& team, const Attention<T, C, B>& a) {
-  constexpr i64 room = 1 << 16;  // floats on a thread's stack, beyond those of one head
+  constexpr i64 room = 1 << 16;  // floats on a thread's stack, not counting those of one head
   const i64 parts = a.cache.heads * a.parts();
   i64 rows = 0;
   for (i64 seq = 0; seq < a.num_seqs; ++seq) rows += a.query_start_loc[seq + 1] - a.mass_from[seq];
   team.each(rows * parts, 1, [&](i64 index, i64) {
     i64 seq = 0, row = index / parts;
-    while (row >= a.query_start_loc[seq + 1] - a.mass_from[seq]) row -= a.query_start_loc[seq + 1] - a.mass_from[seq], ++seq;
+    while (row >= a.query_start_loc[seq + 1] - a.mass_from[seq])
+      row -= a.query_start_loc[seq + 1] - a.mass_from[seq], ++seq;
     const i64 token = a.mass_from[seq] + row - a.query_start_loc[seq];
     const Piece all = piece_of(a, seq, index % parts, token, token + 1);
     const i64 fit = room / (2 * KeySpan<T, C, B>(a, a.first_new(seq) + token).count), at_once = fit > 1 ? fit : 1;
@@ -569,17 +582,18 @@ INLINE void attend_all(Team& team, const A& a) {
   i64 needed = a.num_seqs * parts * max_splits * a.part_size() * (a.v_dim() + 2);
   bool few = pieces < 2 * team.count && new_tokens == a.num_seqs && max_splits > 1;
   if (few && a.partials && needed <= a.max_partials) return attend_by_splits(team, a, max_splits);
-  // Keys that several share lie at one distance from each of their queries only where no bias depends on it.
+  // Sequences can share keys only without a bias, since the distance from a shared key differs between their queries.
   if constexpr (!A::biased)
     if (new_tokens == a.num_seqs && a.num_seqs > 1 && a.mask == CAUSAL) {
-      const i64 enough = a.num_seqs * parts / (2 * team.count);  // for all threads to have work
+      const i64 enough = a.num_seqs * parts / (2 * team.count);  // group sizes that leave work for all threads
       i64* room = static_cast<i64*>(__builtin_alloca(size_t(3 * a.num_seqs) * sizeof(i64)));
       Sharing sharing{0, room, room + a.num_seqs, room + 2 * a.num_seqs};
       find_sharing(a, enough < tile ? enough : tile, sharing);
       if (sharing.leaders < a.num_seqs)
         return team.each(sharing.leaders * parts, 1, [&](i64 index, i64) {
           const i64 group = index / parts, part = index % parts;
-          if (sharing.count[group] > 1) attend_shared(a, sharing.seq[group], sharing.count[group], part, sharing.keys[group]);
+          if (sharing.count[group] > 1)
+            attend_shared(a, sharing.seq[group], sharing.count[group], part, sharing.keys[group]);
           else attend_piece(a, piece_of(a, sharing.seq[group], part, 0, 1));
         });
     }
@@ -589,7 +603,7 @@ INLINE void attend_all(Team& team, const A& a) {
     i64 piece = pieces - 1 - begin;
     while (piece < base) base -= tiles(--seq) * parts;
     i64 count = a.query_start_loc[seq + 1] - a.query_start_loc[seq];
-    // All of a KV head behind each other: its K and V then stay in the second-level cache.
+    // All pieces of a KV head are consecutive: its K and V then stay in the second-level cache.
     i64 part = (piece - base) / tiles(seq), token = (piece - base) % tiles(seq) * tile;
     attend_piece(a, piece_of(a, seq, part, token, token + tile < count ? token + tile : count));
   });

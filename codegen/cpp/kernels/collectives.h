@@ -1,4 +1,4 @@
-// What ranks exchange, through the host: thread 0 calls it on contiguous rows while the others wait.
+// The collectives of ranks, made by the host: thread 0 calls it on contiguous rows while the other threads wait.
 #pragma once
 #include "step.h"
 
@@ -15,7 +15,7 @@ INLINE void sum_over_ranks(Team& team, const Step& s, Rows<T> value, i64 rows, i
   team.barrier();
 }
 
-// out, and only it, is contiguous: it has a place of its own.
+// Only `out` must be contiguous: it has a place of its own.
 template <class T>
 KERNEL void all_reduce(Team& team, const Step& s, Rows<const T> x, i64 rows, i64 width, i32 group, Rows<T> out) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
@@ -24,9 +24,11 @@ KERNEL void all_reduce(Team& team, const Step& s, Rows<const T> x, i64 rows, i64
   sum_over_ranks<T>(team, s, out, rows, width, group);
 }
 
-// The x of the ranks side by side: `parts` columns of each. The others' are zero here, and the ranks' sum is exact.
+// Puts the x of all ranks side by side: `parts` columns of each. Other ranks' columns are zero here, so the sum is
+// exact.
 template <class T, size_t N>
-KERNEL void all_gather(Team& team, const Step& s, Rows<const T> x, i64 rows, const i64 (&parts)[N], i64 width, i32 group, Rows<T> out) {
+KERNEL void all_gather(Team& team, const Step& s, Rows<const T> x, i64 rows, const i64 (&parts)[N], i64 width,
+                       i32 group, Rows<T> out) {
   i64 rank = s.host->ranks[group], first = 0, part = parts[rank];
   for (i64 before = 0; before < rank; ++before) first += parts[before];
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
@@ -38,7 +40,7 @@ KERNEL void all_gather(Team& team, const Step& s, Rows<const T> x, i64 rows, con
   sum_over_ranks<T>(team, s, out, rows, width, group);
 }
 
-// Hidden rows of the pipeline stage before, and those for the stage behind: contiguous at the host.
+// The hidden rows of the previous pipeline stage, and those for the next one: contiguous at the host.
 template <class T>
 KERNEL void hidden_in(Team& team, const Step& s, i64 rows, i64 width, Rows<T> out) {
   const T* from = static_cast<const T*>(s.a.hidden_in);

@@ -5,7 +5,7 @@
 namespace inferc {
 
 #ifdef __AVX512VBMI__
-// The two bytes of each bf16 from 0 to 127.
+// The two bytes of bf16 for each number from 0 to 127.
 struct Bf16Bytes {
   alignas(64) u8 low[128], high[128];
   constexpr Bf16Bytes() : low(), high() {
@@ -20,31 +20,37 @@ struct Bf16Bytes {
 };
 inline constexpr Bf16Bytes BF16_BYTES;
 
-// The four bytes of each lane, none of which is -128, as pairs of bf16: looked up, which is half the work of computing.
+// Widens the four bytes of each lane, none of which is -128, to pairs of bf16 by look-up, at half the cost of
+// arithmetic.
 INLINE void pairs_of(IVec line, IVec& first, IVec& second) {
   const __m512i size = _mm512_abs_epi8(line.v);
-  __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(BF16_BYTES.low), size, _mm512_load_si512(BF16_BYTES.low + 64));
-  __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(BF16_BYTES.high), size, _mm512_load_si512(BF16_BYTES.high + 64));
+  __m512i low =
+      _mm512_permutex2var_epi8(_mm512_load_si512(BF16_BYTES.low), size, _mm512_load_si512(BF16_BYTES.low + 64));
+  __m512i high =
+      _mm512_permutex2var_epi8(_mm512_load_si512(BF16_BYTES.high), size, _mm512_load_si512(BF16_BYTES.high + 64));
   high = _mm512_ternarylogic_epi32(high, line.v, _mm512_set1_epi8(-128), 0xf8);  // the sign
-  const __m512 a = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high)), b = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));
+  const __m512 a = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high)),
+               b = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));
   first.v = _mm512_castps_si512(_mm512_shuffle_ps(a, b, 0x88));
   second.v = _mm512_castps_si512(_mm512_shuffle_ps(a, b, 0xdd));
 }
 #else
-// The four bytes of each lane as pairs of bf16.
+// Widens the four bytes of each lane to pairs of bf16.
 INLINE void pairs_of(IVec line, IVec& first, IVec& second) {
   first = bits_or(zeros_right_by<16>(bits_of(byte_of<0>(line))), bits_of(byte_of<1>(line)));
   second = bits_or(zeros_right_by<16>(bits_of(byte_of<2>(line))), bits_of(byte_of<3>(line)));
 }
 #endif
 
-// Two rows of bf16, or of int8 as bf16, as the pairs of a line.
+// Joins two rows of bf16, or of int8 as bf16, to the pairs of a line.
 INLINE IVec line_of(const i8* first, const i8* second) {
   return bits_or(zeros_right_by<16>(bits_of(load(first))), bits_of(load(second)));
 }
 #if defined(__AVX512F__)
 INLINE IVec line_of(const bf16* first, const bf16* second) {
-  auto wide = [](const bf16* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); };
+  auto wide = [](const bf16* p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  };
   return {_mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16))};
 }
 #elif defined(__aarch64__)
@@ -61,7 +67,8 @@ INLINE IVec line_of(const bf16* first, const bf16* second) {
 #endif
 
 // One k step of a dot product of 16 outputs with one row: `unit` elements of k, weights as [16][unit] in memory.
-// A sum starts at what `start` gives, from memory unless `fresh`: there at the row's offset(row, k) over all of k, if HAS_OFFSET.
+// A sum starts at the value of `start`, from memory unless `fresh`: then at the row's offset(row, k) over all of k, if
+// HAS_OFFSET.
 template <class T>
 struct Dot;
 
@@ -80,11 +87,11 @@ struct Dot<float> : FloatSums {
   static INLINE A left(const float* p) { return set1(*p); }
   static INLINE A left_tail(const float* p, i64) { return left(p); }
   static INLINE B right(const float* p) { return load(p); }
-  template <class S>  // from its `unit` rows
+  template <class S>  // from the `unit` rows of a line
   static INLINE B right(const S* const* rows, i64 at) { return load(rows[0] + at); }
   static INLINE void put(float* line, B b) { store(line, b); }
   static INLINE Vec step(Vec acc, A a, B b) { return fma(a, b, acc); }
-  // The same with k step S of an int8 line, [16][4].
+  // A k step with step S of an int8 line, [16][4].
   template <int S>
   static INLINE Vec int8_step(Vec acc, A a, IVec line) { return step(acc, a, byte_of<S>(line)); }
 };
@@ -217,8 +224,8 @@ struct Dot<i8> {
   using Sum = IVec;
   static INLINE IVec sum(const float* sums) { return iload(sums); }
 #ifdef __AVX512VNNI__
-  // vpdpbusd takes its first factor without a sign: it gets the weight plus 128 (its top bit flipped), and each sum
-  // starts 128 times the row's own sum too low.
+  // vpdpbusd takes its first factor as unsigned: it gets the weight plus 128 (its top bit flipped), and each sum starts
+  // lower by 128 times the row's own sum.
   using A = __m512i;
   using B = __m512i;
   static constexpr bool HAS_OFFSET = true;
@@ -241,7 +248,7 @@ struct Dot<i8> {
     return INFERC_FOUR_2(dot, acc, b);
   }
 #else
-  // vpmaddubsw saturates, so bytes are widened to 16 bits: those at even and those at odd k, two to a lane.
+  // vpmaddubsw saturates, so bytes are widened to 16 bits: those of even k and those of odd k, two in a lane.
   struct A {
     __m256i even, odd;
   };
@@ -267,7 +274,7 @@ struct Dot<i8> {
 #endif
 };
 
-// A line of int8 weights, [16][4], as the lines [16][unit] that the same four k take in T.
+// Turns a line of int8 weights, [16][4], into the lines [16][unit] of the same four k in T.
 INLINE void widen_line(const i8* line, float* out) {
   IVec bytes = iload(line);
   store(out, byte_of<0>(bytes));
@@ -282,8 +289,8 @@ INLINE void widen_line(const i8* line, bf16* out) {
   store(static_cast<void*>(out + 32), second);
 }
 
-// 16 consecutive elements to every `unit`th place of a line, from `lane` on; the others stay, and are not written, since
-// another thread may do so.
+// Stores 16 consecutive elements to every `unit`th place of a line, from `lane` on. The other places are not written,
+// since another thread may write them.
 template <class T>
 INLINE void spread(const T* from, T* line, i64 lane) {
   for (int i = 0; i < LANES; ++i) line[i * Dot<T>::unit + lane] = from[i];

@@ -1,4 +1,4 @@
-// The entry points of a compiled program: the same for all, around what step.h says that each defines.
+// The entry points of a compiled program, the same for all; they use the definitions that step.h asks of each program.
 #pragma once
 #include <algorithm>
 #include <string.h>
@@ -24,7 +24,7 @@ int with_pool(const PoolShape& p, F f) {
   return f(Cache<S>{nullptr, p.layers, 0, p.block_size, p.heads, p.dim});
 }
 
-// f(the pool of a group, of no memory yet).
+// Calls f(the pool of a group), with a pool that has no memory yet.
 template <class F>
 int with_cache(int group, F f) {
   INFERC_CHECK(group >= 0 && group < KV_GROUPS);
@@ -34,7 +34,7 @@ int with_cache(int group, F f) {
   return with_pool<i8>(pool, f);
 }
 
-// consume(team, first row, rows, logits) on every chunk of rows, in one parallel region.
+// Calls consume(team, first row, rows, logits) on every chunk of rows, in one parallel region.
 template <class F>
 void on_logits(const Step& step, F consume) {
   auto region = [&](Team& team) {
@@ -109,8 +109,8 @@ __attribute__((visibility("default"))) int inferc_copy_slots(int32_t group, void
   });
 }
 
-__attribute__((visibility("default"))) int inferc_pack_blocks(int32_t group, const void* kv_cache, const int32_t* blocks,
-                                                              int64_t count, void* canonical) {
+__attribute__((visibility("default"))) int inferc_pack_blocks(int32_t group, const void* kv_cache,
+                                                              const int32_t* blocks, int64_t count, void* canonical) {
   return inferc::with_cache(group, [&](auto cache) {
     using T = std::remove_pointer_t<decltype(cache.data)>;
     cache.data = const_cast<T*>(static_cast<const T*>(kv_cache));

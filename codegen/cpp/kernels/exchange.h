@@ -1,16 +1,17 @@
-// The way of tokens to the ranks that hold their experts, and of results back. ops/collectives.py has the references.
+// Expert dispatch and combine: tokens go to the ranks that hold their experts, and results come back. The references
+// are in ops/collectives.py.
 //
-// Every rank has all tokens and the same routing, so each knows from the ids alone what it gets from whom. A rank sends the
-// tokens of its share, which is a range of rows.
+// Every rank has all tokens and the same routing, so each knows from the ids alone what it gets from which rank. A rank
+// sends the tokens of its share, which is a range of rows.
 #pragma once
 #include "collectives.h"
 #include "moe.h"
 
 namespace inferc {
 
-constexpr i64 MAX_RANKS = 64;  // of a group: the ranks of a token are the bits of a word
+constexpr i64 MAX_RANKS = 64;  // ranks of a group: the ranks of a token are the bits of one word
 
-// Which ranks hold which experts: table [experts, replicas], ranks and then -1. A token's position says which replica.
+// The ranks that hold each expert: table [experts, replicas] of ranks, then -1. A token's position selects the replica.
 struct Placement {
   const i32* table;
   i64 experts, replicas;
@@ -22,16 +23,16 @@ struct Placement {
     while (count < replicas && ranks[count] >= 0) ++count;
     return expert * replicas + positions[token] % count;
   }
-  // For each place in the table, which of its rank's experts that is: they lie in rising id.
+  // For each place in the table, which of its rank's experts it is; a rank's experts are in ascending id.
   void number(i32* local) const {
     i32 held[MAX_RANKS] = {};
     for (i64 i = 0; i < experts * replicas; ++i) local[i] = table[i] < 0 ? -1 : held[table[i]]++;
   }
 };
 
-// Choices of experts that other ranks hold become -1, those of this rank's its own numbers.
-inline void expert_choose(Team& team, const Step& s, Rows<const i32> ids, i64 rows, i64 top_k, Placement where, i32 group,
-                          Rows<i32> out) {
+// Sets choices of experts that other ranks hold to -1, and those of this rank's experts to the rank's own numbers.
+inline void expert_choose(Team& team, const Step& s, Rows<const i32> ids, i64 rows, i64 top_k, Placement where,
+                          i32 group, Rows<i32> out) {
   char* at = s.scratch;
   i32* local = take<i32>(at, where.experts * where.replicas);
   if (team.tid == 0) where.number(local);
@@ -46,7 +47,8 @@ inline void expert_choose(Team& team, const Step& s, Rows<const i32> ids, i64 ro
   });
 }
 
-// What goes where in one exchange. Thread 0 plans; all read. emit.py counts the same scratch.
+// The plan of one exchange, made by thread 0 and read by all. exchange_work_bytes in expert_calls.py counts its
+// scratch.
 struct Exchange {
   const Step& s;
   Placement where;
@@ -54,10 +56,10 @@ struct Exchange {
   i32 group;
   i64 rank, first, last;  // this rank's share of the rows
   i64 *counts, *sent, *received, *send_offsets, *send_bytes, *receive_offsets, *receive_bytes;
-  u64* ranks;      // [rows] those that compute some of the row's choices
-  i32* local;      // [experts * replicas] as of Placement
-  i32* outgoing;   // rows of the share, by the rank that gets them
-  i32* arriving;   // rows that come here, rising: as their senders' shares follow one another
+  u64* ranks;      // [rows] the ranks that compute some of the row's choices
+  i32* local;      // [experts * replicas] as in Placement
+  i32* outgoing;   // rows of this rank's share, grouped by the rank that gets them
+  i32* arriving;   // rows that come here, ascending, because the senders' shares follow one another
   char* room;      // the rest of the scratch
 
   Exchange(const Step& s_, Placement where_, i64 rows_, i64 top_k_, i64 size_, i32 group_)
@@ -103,7 +105,7 @@ struct Exchange {
     counts[0] = out;
     counts[1] = in;
   }
-  // All threads; `out` and `in` count the rows that go to and come from each rank.
+  // Called by all threads; `out` and `in` count the rows that go to and come from each rank.
   void run(Team& team, const char* send, const i64* out, char* receive, const i64* in, i64 row_bytes) {
     team.barrier();
     if (team.tid == 0) {
@@ -125,15 +127,15 @@ struct Exchange {
   }
 };
 
-// A row on its way: x, the numbers of its experts there, their weights.
+// A row in transit: x, the numbers of its experts on that rank, their weights.
 template <class T>
 INLINE i64 parcel_bytes(i64 hidden, i64 top_k) {
   return (hidden * i64(sizeof(T)) + top_k * 8 + 7) / 8 * 8;
 }
 
 template <class T>
-KERNEL void expert_dispatch(Team& team, Exchange e, Rows<const T> x, Rows<const i32> ids, Rows<const float> weights, i64 hidden,
-                            Rows<T> out, Rows<i32> out_ids, Rows<float> out_weights) {
+KERNEL void expert_dispatch(Team& team, Exchange e, Rows<const T> x, Rows<const i32> ids, Rows<const float> weights,
+                            i64 hidden, Rows<T> out, Rows<i32> out_ids, Rows<float> out_weights) {
   if (team.tid == 0) e.plan(ids);
   team.barrier();
   const i64 bytes = parcel_bytes<T>(hidden, e.top_k), of_x = hidden * i64(sizeof(T)), of_ids = e.top_k * 4;
@@ -170,7 +172,7 @@ KERNEL void expert_dispatch(Team& team, Exchange e, Rows<const T> x, Rows<const 
   });
 }
 
-// out, and only it, is contiguous: it has a place of its own.
+// Only `out` must be contiguous: it has a place of its own.
 template <class T>
 KERNEL void expert_combine(Team& team, Exchange e, Rows<const T> y, Rows<const i32> ids, i64 hidden, Rows<T> out) {
   if (team.tid == 0) e.plan(ids);
@@ -183,7 +185,7 @@ KERNEL void expert_combine(Team& team, Exchange e, Rows<const T> y, Rows<const i
     for (i64 i = begin; i < end; ++i) memcpy(send + i * bytes, y[i], bytes);
   });
   e.run(team, send, e.received, receive, e.sent, bytes);
-  // Each thread adds some columns of all rows: a row's parts in the order of the ranks they come from.
+  // Each thread adds some columns of all rows; the parts of a row are added in the order of their ranks.
   constexpr i64 COLUMNS = 128;
   team.each((hidden + COLUMNS - 1) / COLUMNS, 1, [&](i64 piece, i64) {
     i64 begin = piece * COLUMNS, end = begin + COLUMNS < hidden ? begin + COLUMNS : hidden;
@@ -191,10 +193,12 @@ KERNEL void expert_combine(Team& team, Exchange e, Rows<const T> y, Rows<const i
     for (i64 i = 0; i < e.num_out(); ++i) {
       const T* part = reinterpret_cast<const T*>(receive + i * bytes);
       float* sum = sums + (e.outgoing[i] - e.first) * hidden;
-      for (i64 c = begin; c < end; c += LANES) store(sum + c, add(load(sum + c, end - c), load(part + c, end - c)), end - c);
+      for (i64 c = begin; c < end; c += LANES)
+        store(sum + c, add(load(sum + c, end - c), load(part + c, end - c)), end - c);
     }
     for (i64 row = 0; row < own; ++row)
-      for (i64 c = begin; c < end; c += LANES) store(out[e.first + row] + c, load(sums + row * hidden + c, end - c), end - c);
+      for (i64 c = begin; c < end; c += LANES)
+        store(out[e.first + row] + c, load(sums + row * hidden + c, end - c), end - c);
   });
   team.barrier();
   if (team.tid == 0) {  // every rank gets every share

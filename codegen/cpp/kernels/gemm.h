@@ -10,8 +10,8 @@ namespace inferc {
 
 #ifdef __AVX512F__
 constexpr int TILE_ROWS = 6, TILE_PANELS = 4;  // 24 accumulators of 32 registers
-constexpr int TALL_ROWS = 12;                  // by 2 panels: a small batch reads the weight once, from memory
-constexpr i64 INT8_TILE_ROWS = 24;             // that weights in int8 are widened in registers for
+constexpr int TALL_ROWS = 12;                  // with 2 panels: a small batch reads the weight once, from memory
+constexpr i64 INT8_TILE_ROWS = 24;             // up to so many rows, weights in int8 are widened in registers
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr int TILE_ROWS = 6, TILE_PANELS = 1;  // 24 of 32 registers
 constexpr int TALL_ROWS = 0;
@@ -26,39 +26,40 @@ constexpr int TALL_ROWS = 0;
 constexpr i64 INT8_TILE_ROWS = 2;
 #endif
 constexpr i64 PREFETCH_BYTES = 2048;
-// Of a weight, all panels that are read at a time: how much is fetched in front of what a few rows are multiplied by.
-// As much as arrives while the memory answers; what is fetched long before stands in the way of what is needed first.
+// The bytes of a weight, over all panels that are read at a time, that are prefetched ahead of a product of few rows.
+// This is as much as arrives within a memory latency; a line that is prefetched too early delays the lines that are
+// needed first.
 constexpr i64 FETCH_BYTES = 3072;
 constexpr i64 TILE_PAIR = 32;  // rows that tiles multiply at a time
-constexpr i64 VECTOR_ROWS = 4;  // of int8 by int8 that tiles, where there are such, are not faster for
-constexpr i64 WIDE_K = 256;    // of int8 panels at a time, widened into L1 for rows of another type
+constexpr i64 VECTOR_ROWS = 4;  // up to so many rows, tiles are no faster than vectors for int8 by int8
+constexpr i64 WIDE_K = 256;    // k of int8 panels that is widened into L1 at a time, for rows of another type
 
-// How a product goes through the caches: codegen/cpp/blocking.py chooses it for every product, for several numbers of rows.
+// The cache blocking of a product: codegen/cpp/blocking.py chooses it for every product, for several numbers of rows.
 struct Blocking {
-  i64 up_to;    // rows that it was chosen for
-  i64 rows;     // that go over a piece's panels before the next ones do: at most BLOCK_ROWS, on tiles TILE_BLOCK_ROWS
-  i64 k_bytes;  // of a row at a time, of integers that are not widened
-  i64 pairs;    // of panels that this much of k goes through before the next does, while their sums wait: 1 but on tiles
+  i64 up_to;    // the most rows that it was chosen for
+  i64 rows;     // rows that pass a piece's panels before the next rows: at most BLOCK_ROWS, on tiles TILE_BLOCK_ROWS
+  i64 k_bytes;  // bytes of k in a block, for integers that are not widened
+  i64 pairs;    // pairs of panels that one block of k passes before the next block, while sums wait; 1 except on tiles
 };
 constexpr i64 BLOCK_ROWS = 192, TILE_BLOCK_ROWS = 512;
 constexpr i64 ANY_ROWS = 0x7fffffff;
-// Of a product that nothing was chosen for, like an expert's, whose pieces are two pairs of panels.
+// The blocking of a product that none was chosen for, such as an expert's, whose pieces are two pairs of panels.
 inline constexpr Blocking ANY_BLOCKING{ANY_ROWS, BLOCK_ROWS, AMX ? 1024 : 8192, AMX ? 2 : 1};
 
-// What a product fetches meanwhile into the second-level cache, unless `next` is null: lines that lie `front` lines in front
-// of what it multiplies, and where a panel ends before, from the start of next[p].
+// The prefetches of a product into the second-level cache, unless `next` is null: lines that are `front` lines ahead of
+// the ones it multiplies, and where a panel ends before that, lines from the start of next[p].
 template <class T>
 struct Fetch {
   const T* const* next = nullptr;
-  i64 front = 0x7fffffff;  // more than any panel has
+  i64 front = 0x7fffffff;  // more lines than any panel has
 };
 
-// M rows times P panels over k elements: sums[m * stride + p * 16 + lane], started at zero if `fresh`, else continued.
-// a and b point at the first elements. offsets [M], if Dot<T> has such.
-// Not inlined: the few sizes are shared by every matrix product of a program.
+// Multiplies M rows by P panels over k elements: sums[m * stride + p * 16 + lane], started at zero if `fresh`, else
+// continued. a and b point at the first elements. offsets [M], if Dot<T> has offsets.
+// Not inlined: all matrix products of a program share the few sizes.
 template <class T, int M, int P>
-__attribute__((noinline)) void tile(const T* const* a, const T* const* b, Fetch<T> fetch, i64 k, float* sums, i64 stride,
-                                    bool fresh, const i32* offsets) {
+__attribute__((noinline)) void tile(const T* const* a, const T* const* b, Fetch<T> fetch, i64 k, float* sums,
+                                    i64 stride, bool fresh, const i32* offsets) {
   using D = Dot<T>;
   constexpr i64 line = 16 * D::unit;
   const T *rows[M], *panels[P];
@@ -73,7 +74,7 @@ __attribute__((noinline)) void tile(const T* const* a, const T* const* b, Fetch<
     for (int p = 0; p < P; ++p) acc[m][p] = D::start(offset, sums + m * stride + p * LANES, fresh);
   }
   const i64 steps = k / D::unit, own = !fetch.next ? steps : steps > fetch.front ? steps - fetch.front : 0;
-  const T* fetched[P];  // lines of these, first of this product's panels, then of the next ones
+  const T* fetched[P];  // the panels to prefetch from: first those of this product, then the next ones
 #pragma GCC unroll 16
   for (int p = 0; p < P; ++p) fetched[p] = panels[p] + (steps - own) * line;
   for (i64 i = 0, stop = own; i < steps; stop = steps) {
@@ -107,10 +108,10 @@ __attribute__((noinline)) void tile(const T* const* a, const T* const* b, Fetch<
   }
 }
 
-// The same for any number of rows up to TILE_ROWS, or with two panels for those from there to TALL_ROWS.
+// Multiplies any number of rows up to TILE_ROWS as `tile`, or up to TALL_ROWS with two panels.
 template <class T, int P>
-INLINE void multiply(i64 rows, const T* const* a, const T* const* b, Fetch<T> fetch, i64 k, float* sums, i64 stride, bool fresh,
-                     const i32* offsets = nullptr) {
+INLINE void multiply(i64 rows, const T* const* a, const T* const* b, Fetch<T> fetch, i64 k, float* sums, i64 stride,
+                     bool fresh, const i32* offsets = nullptr) {
 #define ROWS(M) \
   case M: return tile<T, M, P>(a, b, fetch, k, sums, stride, fresh, offsets);
   if constexpr (P == 2) {
@@ -130,7 +131,9 @@ INLINE void row_tiles(i64 rows, i64 most, F f) {
   for (i64 i = 0; i < tiles; ++i) f(rows * i / tiles, rows * (i + 1) / tiles - rows * i / tiles);
 }
 
-INLINE i64 bytes_between(const void* a, const void* b) { return static_cast<const char*>(b) - static_cast<const char*>(a); }
+INLINE i64 bytes_between(const void* a, const void* b) {
+  return static_cast<const char*>(b) - static_cast<const char*>(a);
+}
 
 // A [rows, width] value: row i starts at data + i * stride.
 template <class T>
@@ -141,14 +144,14 @@ struct Rows {
   INLINE operator Rows<const T>() const { return {data, stride}; }
 };
 
-// A view of packed weights: n output rows over k. With `gates`, panels of a gate that lie before as many of what it gates,
-// they are taken in turn: panel 2 * i is the gate's i-th.
+// A view of packed weights: n output rows over k. With `gates`, the number of a gate's panels in front of as many
+// panels of the gated projection, the two alternate: panel 2 * i is the gate's i-th.
 template <class T>
 struct Panels {
   const T* data;
   i64 n, k, gates = 0;
   const Blocking* blocking = &ANY_BLOCKING;
-  // The same, with the first blocking that is for as many rows.
+  // Returns this view with the first blocking that was chosen for at least so many rows.
   INLINE Panels for_rows(i64 rows) const {
     Panels chosen = *this;
     while (chosen.blocking->up_to < rows) ++chosen.blocking;
@@ -159,7 +162,7 @@ struct Panels {
   INLINE i64 count() const { return (n + 15) / 16; }
 };
 
-// k elements of one int8 panel, in the layout of T's.
+// Widens k elements of one int8 panel to the layout of T's panels.
 template <class T>
 INLINE void widen(const i8* panel, i64 k, T* out) {
   for (i64 i = 0; i < (k + 3) / 4; ++i) {
@@ -168,17 +171,18 @@ INLINE void widen(const i8* panel, i64 k, T* out) {
   }
 }
 
-// `tile` over all of k with weights in int8, for so few rows that widening in registers costs less than storing it.
-// Step by step it adds the same as `tile` of the widened weights, from zero if `fresh`. Fetches `ahead` meanwhile.
+// Computes `tile` over all of k with weights in int8, for so few rows that widening in registers costs less than
+// storing. Step by step it adds the same as `tile` of the widened weights, from zero if `fresh`. It prefetches `ahead`
+// meanwhile.
 template <class T, int M, int P>
-__attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, const i8* const* ahead, i64 k, float* sums,
-                                         i64 stride, bool fresh) {
+__attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, const i8* const* ahead, i64 k,
+                                         float* sums, i64 stride, bool fresh) {
   using D = Dot<T>;
   constexpr int unit = D::unit;
   Vec acc[M][P];
 #pragma GCC unroll 16
   for (int i = 0; i < M * P; ++i) acc[i / P][i % P] = fresh ? zero() : load(sums + i / P * stride + i % P * LANES);
-  auto line = [&](i64 i, i64 left) {  // `left` of its four k are there
+  auto line = [&](i64 i, i64 left) {  // the last line has only `left` of its four k
 #pragma GCC unroll 16
     for (int p = 0; p < P; ++p) {
       IVec bytes = iload(b[p] + i * 64);
@@ -188,7 +192,8 @@ __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, 
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) {
           const T* x = a[m] + i * 4 + S * unit;
-          acc[m][p] = D::template int8_step<S>(acc[m][p], (S + 1) * unit <= left ? D::left(x) : D::left_tail(x, 1), bytes);
+          acc[m][p] =
+              D::template int8_step<S>(acc[m][p], (S + 1) * unit <= left ? D::left(x) : D::left_tail(x, 1), bytes);
         }
       };
       step(std::integral_constant<int, 0>());
@@ -205,14 +210,15 @@ __attribute__((noinline)) void int8_tile(const T* const* a, const i8* const* b, 
   for (int i = 0; i < M * P; ++i) store(sums + i / P * stride + i % P * LANES, acc[i / P][i % P]);
 }
 
-// Rows [0, rows) times P panels from `panel` on; emit(row, panel, sums) gets each finished vector of 16 outputs.
-// row_of(i) is the address of row i. Long k goes in blocks, continued in float32 or int32, which rounds nothing. Weights
-// in int8 are read as such and widened in registers or a block at a time: the additions are those of weights in T.
-// offsets [rows] as for `tile`. If it fetches, then what it goes on with: itself, and at its end the P panels from `next` on,
-// unless that is negative; or for so many rows that each line takes a while, all of those at once.
+// Multiplies rows [0, rows) by P panels from `panel` on; emit(row, panel, sums) gets each finished vector of 16
+// outputs. row_of(i) is the address of row i. A long k goes in blocks, continued in float32 or int32, which rounds
+// nothing. Weights in int8 are read as such and widened in registers or a block at a time: the additions are those of
+// weights in T. offsets [rows] as for `tile`. If `fetches`, it prefetches what it multiplies next: its own panels, and
+// at their end the P panels from `next` on, unless that is negative; with so many rows that each line takes a while, it
+// only prefetches those.
 template <class T, int P, class W, class R, class E>
-INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offsets, R row_of, E emit, bool fetches = false,
-                       i64 next = -1) {
+INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offsets, R row_of, E emit,
+                       bool fetches = false, i64 next = -1) {
   constexpr bool widens = !std::is_same_v<T, W>;
   constexpr i64 width = P * LANES;
   const i64 block = widens ? WIDE_K : w.blocking->k_bytes / i64(sizeof(T));
@@ -237,7 +243,8 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offse
     row_tiles(rows, P == 2 ? TALL_ROWS : TILE_ROWS, [&](i64 row, i64 height) {
       for (i64 m = 0; m < height; ++m) a[m] = row_of(row + m) + k0;
       float* part = sums + (w.k > block ? row * width : 0);
-      const Fetch<T> fetch{fetches && (is_near || next >= 0) ? ahead : nullptr, is_near ? FETCH_BYTES / 64 / P : 0x7fffffff};
+      const Fetch<T> fetch{fetches && (is_near || next >= 0) ? ahead : nullptr,
+                           is_near ? FETCH_BYTES / 64 / P : 0x7fffffff};
       multiply<T, P>(height, a, panels, fetch, is_last ? w.k - k0 : block, part, width, k0 == 0, offsets + row);
       if (!is_last) return;
       for (i64 m = 0; m < height; ++m)
@@ -246,7 +253,7 @@ INLINE void gemm_block(const Panels<W>& w, i64 panel, i64 rows, const i32* offse
   }
 }
 
-// `int8_tile` of any number of rows up to M.
+// Computes `int8_tile` of any number of rows up to M.
 template <class T, int M, int P>
 INLINE void int8_multiply(i64 rows, const T* const* a, const i8* const* b, const i8* const* ahead, i64 k, float* sums,
                           i64 stride, bool fresh) {
@@ -259,7 +266,7 @@ INLINE void int8_multiply(i64 rows, const T* const* a, const i8* const* b, const
 #undef ROWS
 }
 
-// `gemm_block` by `int8_tile`, of at most M rows at a time.
+// Computes `gemm_block` by `int8_tile`, with at most M rows at a time.
 template <class T, int M, int P, class R, class E>
 INLINE void int8_block(const Panels<i8>& w, i64 panel, i64 rows, R row_of, E emit) {
   constexpr i64 width = P * LANES;
@@ -275,23 +282,24 @@ INLINE void int8_block(const Panels<i8>& w, i64 panel, i64 rows, R row_of, E emi
   });
 }
 
-// Whether a product reads its weight once, and so fetches it by instructions before: the processor alone needs the first
-// lines of every page to see where a stream goes. Weights that are widened are fetched in other ways.
+// Whether a product reads its weight once, and therefore prefetches it by instructions: the hardware prefetcher alone
+// needs the first lines of every page to detect a stream. Weights that are widened are prefetched in other ways.
 template <class T, class W>
 INLINE bool fetches_weights(i64 rows) {
   if (!std::is_same_v<T, W>) return false;
   return rows <= (AMX ? TILE_HEIGHT : TALL_ROWS > 0 ? TALL_ROWS : TILE_ROWS);
 }
 
-// The panels [begin, end) in groups of TILE_PANELS, or of two where that saves a second pass over the weight. after: the
-// panel that the thread goes on with, or -1.
+// Multiplies the panels [begin, end) in groups of TILE_PANELS, or of two where that saves a second pass over the
+// weight. after: the panel that the thread multiplies next, or -1.
 template <class T, class W, class R, class E>
 INLINE void vector_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit) {
   i64 panel = begin;
   if constexpr (!std::is_same_v<T, W>) {
     if (rows <= INT8_TILE_ROWS) {
       if (rows <= 2)
-        for (; panel + TILE_PANELS <= end; panel += TILE_PANELS) int8_block<T, 2, TILE_PANELS>(w, panel, rows, row_of, emit);
+        for (; panel + TILE_PANELS <= end; panel += TILE_PANELS)
+          int8_block<T, 2, TILE_PANELS>(w, panel, rows, row_of, emit);
       if constexpr (TALL_ROWS > 0) {
         if (rows <= 6)
           for (; panel + 2 <= end; panel += 2) int8_block<T, 6, 2>(w, panel, rows, row_of, emit);
@@ -315,10 +323,10 @@ INLINE void vector_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64
     for (; panel < end; ++panel) gemm_block<T, 1>(w, panel, rows, offsets, row_of, emit);
 }
 
-// What `emit` will read, of an element for each output, where rows are equally far apart; or nothing.
+// Other data that `emit` will read, an element for each output, in rows with a constant stride; or nothing.
 struct Beside {
   const char* data = nullptr;
-  i64 stride = 0, size = 0;  // bytes of a row, of an element
+  i64 stride = 0, size = 0;  // bytes between rows, and bytes of an element
   INLINE Beside from(i64 row) const { return {data + row * stride, stride, size}; }
   INLINE void fetch(i64 row, i64 column) const {
     if (data) fetch_l2(data + row * stride + column * size);
@@ -326,12 +334,15 @@ struct Beside {
 };
 
 template <class T, class W, class R, class E>
-void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit, Beside beside);  // amx_gemm.h
+void tile_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit,
+                 Beside beside);  // amx_gemm.h
 
-// The panels [begin, end). Tiles round sums of bf16 otherwise than vectors, so there all rows go through them; integers
-// come out the same, and few rows are multiplied by vectors as fast as memory gives their weights.
+// Multiplies the panels [begin, end). Tiles round sums of bf16 differently from vectors, so with tiles all rows of bf16
+// use them. Sums of integers are equal either way, and vectors multiply few rows as fast as memory delivers their
+// weights.
 template <class T, class W, class R, class E>
-INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit, Beside beside = {}) {
+INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit,
+                        Beside beside = {}) {
   if constexpr (AMX && std::is_same_v<T, bf16>) {
     tile_panels<T>(w, begin, end, after, rows, row_of, emit, beside);
   } else {
@@ -341,15 +352,15 @@ INLINE void gemm_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 r
   }
 }
 
-// Items to hand out at a time.
+// The number of items to hand out at a time.
 INLINE i64 piece_grain(const Team& team, i64 items) { return items < team.count * 16 ? 1 : items / (team.count * 8); }
 
-// Panels that a product is handed out by, or a multiple: four, or two where not all threads would have a part. A gate's and
-// what it gates lie in turn, and go to one thread.
+// A product is handed out by this number of panels or a multiple of it: four, or two if some threads would get none.
+// The panels of a gate and of the gated projection alternate, and go to one thread.
 INLINE i64 panel_group(const Team& team, i64 panels) { return panels > 2 * team.count ? 4 : 2; }
 
-// Where a thread starts to read a weight for few rows, which is handed out by so many panels or a multiple: a `panel_group` if
-// that is 0, by `project_heads` a head's.
+// Where a thread starts to read a weight for few rows. The weight is handed out by `at_once` panels or a multiple of
+// it: by a `panel_group` if that is 0, and in `project_heads` by the panels of a head.
 template <class P>
 INLINE Ahead first_piece(const Team& team, const P& w, i64 at_once = 0) {
   if (at_once == 0) at_once = panel_group(team, w.count());
@@ -357,7 +368,7 @@ INLINE Ahead first_piece(const Team& team, const P& w, i64 at_once = 0) {
   return {w.panel(team.tid * panels), bytes_between(w.panel(0), w.panel(panels))};
 }
 
-// Rows in blocks of nearly equal height: at most `most`, of `unit` rows or a multiple but for the last.
+// Blocks of rows of nearly equal height: at most `most` rows, and multiples of `unit` except for the last block.
 struct RowBlocks {
   i64 rows, most, unit = 1;
   INLINE i64 count() const { return (rows + most - 1) / most; }
@@ -367,14 +378,15 @@ struct RowBlocks {
   }
 };
 
-// Those in which rows of T go through a product.
+// The blocks of rows in which rows of T go through a product.
 template <class T>
 INLINE RowBlocks row_blocks_of(i64 rows, const Blocking& blocking) {
   return {rows, blocking.rows, AMX && sizeof(T) < 4 && rows > TALL_ROWS ? TILE_PAIR : TILE_ROWS};
 }
 
-// Hands out a product of `rows` by `panels`, a `panel_group` or a multiple at a time: f(first row, end, first panel, end, the
-// panel that the thread goes on with or -1). early: to know that panel. most: groups at a time, if not 0.
+// Hands out a product of `rows` by `panels`, a `panel_group` or a multiple of it at a time: f(first row, end, first
+// panel, end, the panel that the thread multiplies next or -1). early: to know that panel. most: groups at a time, if
+// not 0.
 template <class F>
 INLINE void pieces(Team& team, const RowBlocks& rows, i64 panels, bool early, i64 most, F f) {
   const i64 size = panel_group(team, panels), groups = (panels + size - 1) / size, items = groups * rows.count();
@@ -390,8 +402,9 @@ INLINE void pieces(Team& team, const RowBlocks& rows, i64 panels, bool early, i6
   });
 }
 
-// x [rows, k]; emit(row, column, sums, width) gets each finished vector of `width` outputs, at most 16. It should have
-// captured by value: what lies in memory is read anew for every vector, since the last may have been stored over it.
+// Multiplies x [rows, k]; emit(row, column, sums, width) gets each finished vector of `width` outputs, at most 16. It
+// should capture by value: the compiler loads captured memory again for every vector, since the last store may have
+// changed it.
 template <class T, class W, class E>
 INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, const Panels<W>& panels, E emit, Beside beside = {}) {
   const bool early = fetches_weights<T, W>(rows);
@@ -399,7 +412,8 @@ INLINE void linear_to(Team& team, Rows<const T> x, i64 rows, const Panels<W>& pa
   const RowBlocks blocks = row_blocks_of<T>(rows, *w.blocking);
   i64 groups = 0;
   if (w.blocking->pairs > 1) {
-    // Rows over long k are read from beyond the second-level cache, once for each piece: by as few as there are threads.
+    // Rows over a long k are read from beyond the second-level cache, once for each piece: so there are as few pieces
+    // as threads.
     const i64 most = w.blocking->pairs / 2, all = (w.count() + 3) / 4, share = (all + team.count - 1) / team.count;
     const i64 of_thread = (share + most - 1) / most;
     groups = (share + of_thread - 1) / of_thread;
@@ -442,9 +456,10 @@ KERNEL void linear(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* 
   });
 }
 
-// out = residual + the product, which is rounded first. out may be where residual is.
+// Computes out = residual + the product, which is rounded first. `out` may be the same memory as `residual`.
 template <class T, class O>
-KERNEL void linear_add(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<const O> residual, Rows<O> out) {
+KERNEL void linear_add(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<const O> residual,
+                       Rows<O> out) {
   const Written<O> written{residual, out};
   auto emit = [=](i64 row, i64 column, Vec acc, i64 width) {
     written(row, column, finished<T>(acc, nullptr, bias, column, width), width);
@@ -452,34 +467,37 @@ KERNEL void linear_add(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const
   linear_to(team, x, rows, w, emit, written.beside());
 }
 
-// out [rows, w.n / 2] = silu(gate) * up, both rounded first: products with the panels of a gate and of up in turn.
+// Computes out [rows, w.n / 2] = silu(gate) * up, both rounded first, from alternating panels of a gate and of up.
 template <class T>
 KERNEL void linear_silu_mul(Team& team, Rows<const T> x, i64 rows, Panels<T> w, const T* bias, Rows<T> out) {
   auto emit = [=, half = w.n / 2](i64 row, i64 column, Vec acc, i64) {
     const i64 at = column / 32 * 16;
     const bool is_gate = column % 32 == 0;
     const Vec product = finished<T>(acc, nullptr, bias, is_gate ? at : half + at, LANES);
-    T* to = out[row] + at;  // where the gate's waits for the other
+    T* to = out[row] + at;  // here the gate's product waits for up's
     store(to, is_gate ? product : mul(silu(load(to)), rounded<T>(product)));
   };
   linear_to(team, x, rows, w, emit);
 }
 
-// Weights in int8 with a scale for each output, which multiplies the whole sum. The result is in O.
+// Multiplies by weights in int8 with a scale for each output, which multiplies the whole sum. The result is in O.
 template <class T, class O>
-KERNEL void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, const float* scale, const T* bias, Written<O> out) {
+KERNEL void linear_int8(Team& team, Rows<const T> x, i64 rows, Panels<i8> w, const float* scale, const T* bias,
+                        Written<O> out) {
   auto emit = [=](i64 row, i64 column, Vec acc, i64 width) {
     out(row, column, finished(acc, scale, bias, column, width), width);
   };
   linear_to(team, x, rows, w, emit, out.beside());
 }
 
-// What makes numbers of sums: where x is no integer, and where it is one as the weights are. The bias in T.
+// Turns sums into numbers, for rows that are not integers and for rows that are. The bias is in T.
 template <class T>
 struct FromSums {
   const float* scale;
   const T* bias;
-  INLINE Vec operator()(Vec sums, i64, i64 at, i64 width = LANES) const { return finished(sums, scale, bias, at, width); }
+  INLINE Vec operator()(Vec sums, i64, i64 at, i64 width = LANES) const {
+    return finished(sums, scale, bias, at, width);
+  }
 };
 template <class T>
 struct FromIntegers {
@@ -491,20 +509,20 @@ struct FromIntegers {
   }
 };
 
-// What writes such numbers.
+// Returns an `emit` that writes such numbers.
 template <class T, class O>
 INLINE auto written_from(FromIntegers<T> number, Written<O> out) {
   return [=](i64 row, i64 column, IVec acc, i64 width) { out(row, column, number(acc, row, column, width), width); };
 }
 
-// Rows in int8 too, x_scale [rows, 1]; the bias in T.
+// Multiplies rows in int8 too, x_scale [rows, 1]; the bias is in T.
 template <class T, class O>
-KERNEL void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Panels<i8> w, const float* scale,
-                        const T* bias, Written<O> out) {
+KERNEL void linear_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Panels<i8> w,
+                        const float* scale, const T* bias, Written<O> out) {
   linear_to(team, x, rows, w, written_from(FromIntegers<T>{x_scale, scale, bias}, out), out.beside());
 }
 
-// Each of `heads` consecutive pieces of k elements of a row times its own weight of w.n output rows.
+// Multiplies each of `heads` consecutive pieces of k elements of a row by its own weight of w.n output rows.
 template <class T>
 KERNEL void head_linear(Team& team, Rows<const T> x, i64 rows, i64 heads, Panels<T> w, Rows<T> out) {
   const i64 groups = (w.count() + 3) / 4, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;

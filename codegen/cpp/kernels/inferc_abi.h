@@ -1,57 +1,58 @@
-// What a compiled step and the process that loads it agree on. Plain C structs, filled by ctypes.
+// The interface between a compiled step and the process that loads it. Plain C structs, filled by ctypes.
 // The layout changes only together with INFERC_ABI.
 #pragma once
 #include <stdint.h>
 
 #define INFERC_ABI 5
-#define INFERC_SAMPLE_ROWS 64  // logits rows that exist at a time
+#define INFERC_SAMPLE_ROWS 64  // the most logits rows that exist at a time
 #define INFERC_MAX_TOP_LOGPROBS 64
 
 // `op` of a collective. Groups: 0 tensor, 1 expert.
 #define INFERC_ALL_REDUCE_F32 0   // the sum over the ranks of a group, in place, of `count` elements at `data`
-#define INFERC_ALL_REDUCE_BF16 1  // the same; parts are added in float32 and the sum is rounded once
+#define INFERC_ALL_REDUCE_BF16 1  // the sum of bf16 elements; they are added in float32 and the sum is rounded once
 #define INFERC_EXCHANGE 2         // bytes from every rank to every rank; `data` is an InfercExchange, `count` the ranks
 #define INFERC_GROUPS 2
 
 extern "C" {
 
-// For each rank: the bytes that go to it from `send` and those that come from it into `receive`, as it sends them.
-// What a rank sends to itself may already lie where it belongs.
+// For each rank: the bytes that go to it from `send`, and those that come from it into `receive`, in the sender's
+// order. The bytes that a rank sends to itself may already be in place.
 struct InfercExchange {
   const char* send;
   char* receive;
   const int64_t *send_offsets, *send_bytes, *receive_offsets, *receive_bytes;
 };
 
-// Calls out of a step, made by thread 0 while the others wait; a null function costs a branch.
+// The calls that a step makes to its host, from thread 0 while the others wait; a null function costs one branch.
 struct InfercHost {
   uint64_t abi;
-  void* context;  // what both calls are given
+  void* context;  // the argument that both calls get
   // After each observable node (program.json "observable"): rows of `row_bytes` bytes at `data`, `stride` bytes apart.
   void (*observe)(void* context, int32_t node, int32_t layer, const void* data, int64_t rows, int64_t stride);
   void (*collective)(void* context, int32_t op, int32_t group, void* data, int64_t count);
-  int64_t ranks[INFERC_GROUPS];  // of this process, in each group
-  const struct InfercTaps* taps;  // null, or what the step copies of its values; `observe` is not called then
+  int64_t ranks[INFERC_GROUPS];  // the rank of this process in each group
+  const struct InfercTaps* taps;  // null, or the values that the step copies; `observe` is then not called
 };
 
-// Which rows of which nodes a step copies. Per node, by its number in program.json "observable": its place, where its
-// values begin in `values`, or -1; the bytes of a row; whether it has a row for each logits row instead of each token;
-// and how many of its rows have been seen in this step, at first 0.
+// The rows of nodes that a step copies. For each node, by its number in program.json "observable": where its values
+// begin in `values`, or -1; the bytes of a row; whether it has a row for each logits row instead of each token; and how
+// many of its rows have been seen in this step, 0 at first.
 struct InfercTaps {
   const int64_t* places;
   const int64_t* row_bytes;
   const uint8_t* by_logits_row;
   int64_t* seen;
-  const int64_t* token_rows;  // rising, of [0, num_tokens)
+  const int64_t* token_rows;  // ascending, in [0, num_tokens)
   int64_t num_token_rows;
-  const int64_t* logits_rows;  // rising, of [0, num_rows)
+  const int64_t* logits_rows;  // ascending, in [0, num_rows)
   int64_t num_logits_rows;
   char* values;
 };
 
 struct StepArgs {
   uint64_t abi;
-  // This step's sizes, then the maxima the arena was sized for, each a multiple of 64: addresses depend on these alone.
+  // This step's sizes, then the maxima that the arena was sized for, each a multiple of 64: only these determine
+  // addresses.
   int64_t num_tokens, num_seqs, num_rows;
   int64_t max_tokens, max_seqs, max_rows;
   const int32_t* token_ids;        // [num_tokens]
@@ -67,19 +68,20 @@ struct StepArgs {
   void* const* kv_cache;
   const void* const* weights;  // in the order of program.json "weights"
   void* threads;               // from inferc_threads_open
-  const void* hidden_in;       // [num_tokens, hidden_size] of the stage before, where there is one
-  void* hidden_out;            // [num_tokens, hidden_size] for the stage behind, where there is one
-  // What attention gives to blocks, where somebody wants to know; else null. Of each sequence the first row that counts (its
-  // last + 1: none), and per KV group, null if it does not count: [num_seqs, max_blocks], to which is added what the
-  // keys of each block get of its rows' probabilities, in all layers and heads, times 2^32.
+  const void* hidden_in;       // [num_tokens, hidden_size] of the previous pipeline stage, if there is one
+  void* hidden_out;            // [num_tokens, hidden_size] for the next pipeline stage, if there is one
+  // The attention mass of KV blocks, if it is asked for; else null. mass_from: for each sequence the first row that
+  // counts (its last + 1: none). masses: for each KV group, null or [num_seqs, max_blocks], to which the step adds what
+  // the keys of each block get of these rows' probabilities, in all layers and heads, times 2^32.
   const int32_t* mass_from;  // [num_seqs]
   int64_t* const* masses;
 };
 
 struct SampleArgs {
-  const StepArgs* step;  // of the step whose rows are sampled
+  const StepArgs* step;  // the step whose rows are sampled
   int64_t vocab_size;
-  const int32_t* seq_slots;  // per row [num_rows], as everything up to num_logprobs; a slot with counts has one row
+  // per row [num_rows], as everything up to num_logprobs; a slot with counts has one row
+  const int32_t* seq_slots;
   const float* temperature;
   const int32_t* top_k;
   const float* top_p;
@@ -90,7 +92,7 @@ struct SampleArgs {
   const uint64_t* seeds;
   const uint64_t* counters;
   const int32_t* num_logprobs;
-  // Token lists (CSR over the rows); a null starts means no list.
+  // Lists of tokens for each row (CSR over the rows); null starts mean no list.
   const int32_t* bias_starts;
   const int32_t* bias_ids;
   const float* bias_values;
@@ -98,11 +100,12 @@ struct SampleArgs {
   const int32_t* banned_ids;
   const int32_t* allowed_starts;
   const int32_t* allowed_ids;
-  // State per slot: counts[slot] is null or [vocab_size], bit 31: in the prompt, the rest: times in the output.
+  // State of each slot: counts[slot] is null or [vocab_size]; bit 31: the token is in the prompt; the rest: its count
+  // in the output.
   uint32_t* const* counts;
   int32_t* last_ids;  // [slots]: the id of the slot's last row
-  // Results, per row.
-  uint8_t* failed;  // 1: the processed logits hold no finite largest value; the id is then 0
+  // Results, for each row.
+  uint8_t* failed;  // 1: the processed logits have no finite largest value; the id is then 0
   int32_t* token_ids;
   float* logprobs;
   int32_t* ranks;
@@ -121,7 +124,8 @@ struct ScoreArgs {
 
 // Every function returns 0, or the line of the first check that failed.
 int inferc_abi(void);
-// cpus [count]: the processor that each thread stays on, but the first, which is whichever calls a step; or null.
+// cpus [count]: the processor that each thread stays on, or null. The first entry is ignored: that thread calls the
+// steps.
 void* inferc_threads_open(int count, const int32_t* cpus);
 void inferc_threads_close(void* threads);
 int inferc_step(const InfercHost* host, const StepArgs* args, void* arena);
@@ -129,8 +133,8 @@ int inferc_sample(const InfercHost* host, const SampleArgs* args, void* arena);
 int inferc_score(const InfercHost* host, const ScoreArgs* args, void* arena);
 // Copies the K and V of slots source[i] to slots target[i], in order, in every layer of a group.
 int inferc_copy_slots(int32_t group, void* kv_cache, const int64_t* source, const int64_t* target, int64_t count);
-// Between blocks of a pool and the canonical form [count, layers, 2, block_size, num_kv_heads, head_dim], in int8 with the
-// four bytes of its scale behind every head_dim.
+// Copies between blocks of a pool and the canonical form [count, layers, 2, block_size, num_kv_heads, head_dim]; in
+// int8 the four bytes of the scale follow each head_dim.
 int inferc_pack_blocks(int32_t group, const void* kv_cache, const int32_t* blocks, int64_t count, void* canonical);
 int inferc_unpack_blocks(int32_t group, void* kv_cache, const int32_t* blocks, int64_t count, const void* canonical);
 }

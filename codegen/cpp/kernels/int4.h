@@ -1,10 +1,10 @@
-// Rows in int8 times weights in four bits (W4A8). A weight is its integer, -8 to 7, times its group's scale, -127 to 127,
-// times its output's in float32: all but the last are integers, whose sums are exact in whatever order they are added.
+// Products of int8 rows with weights in four bits (W4A8). A weight is its integer, -8 to 7, times its group's scale,
+// -127 to 127, times its output's scale in float32. All but the last are integers, whose sums are exact in any order.
 //
-// A panel's bytes lie as those of an int8 weight of half the k, [k / 8][16][4]: of each eight k of an output the low bits
-// hold the first four, the high bits the others. An integer is stored plus 8, so that it has no sign, as vpdpbusd and
-// vpmaddubsw want their first factor; the sum of 32 then starts 8 times the row's own sum lower, fits into 16 bits, and
-// goes into the output's by one multiply-add of such.
+// A panel's bytes are stored as those of an int8 weight of half the k, [k / 8][16][4]: of each eight k of an output the
+// low bits hold the first four, the high bits the others. An integer is stored plus 8, so that it is unsigned, as
+// vpdpbusd and vpmaddubsw need their first factor. The sum of 32 then starts lower by 8 times the row's own sum, fits
+// into 16 bits, and is added to the output's sum by one multiply-add of 16 bits.
 #pragma once
 #include "gemm.h"
 
@@ -12,8 +12,8 @@ namespace inferc {
 
 struct Int4Panels {
   const u8* data;
-  const i8* scale;  // of groups: [n / 16][groups][16]
-  i64 n, k, group;  // a multiple of 32
+  const i8* scale;  // scales of groups: [n / 16][groups][16]
+  i64 n, k, group;  // group is a multiple of 32
   const Blocking* blocking = &ANY_BLOCKING;
   INLINE Int4Panels for_rows(i64 rows) const {
     Int4Panels chosen = *this;
@@ -26,10 +26,10 @@ struct Int4Panels {
   INLINE const i8* scales(i64 p) const { return scale + p * groups() * 16; }
 };
 
-constexpr i64 FLUSH = 32;            // of k: as many products as 16 bits hold
-constexpr i64 INT4_BLOCK_K = 512;    // of k at a time that is put as bytes; a multiple of every group
-constexpr i64 INT4_VECTOR_ROWS = 2;  // that tiles, where there are such, are not faster for
-constexpr i64 INT4_PREFETCH_BYTES = 3072;  // of a panel, where one or two are read at a time
+constexpr i64 FLUSH = 32;            // k: as many products as a sum in 16 bits holds
+constexpr i64 INT4_BLOCK_K = 512;    // k that is expanded to bytes at a time; a multiple of every group size
+constexpr i64 INT4_VECTOR_ROWS = 2;  // up to so many rows, tiles are no faster than vectors
+constexpr i64 INT4_PREFETCH_BYTES = 3072;  // bytes of a panel to prefetch, where one or two are read at a time
 
 #ifdef __AVX512VNNI__
 constexpr int INT4_ROWS = 6, INT4_TALL_ROWS = 12;
@@ -51,14 +51,14 @@ struct Int4 {
   static INLINE __m512i wide_scale(const i8* p) {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  // In the low half of 32 bits, for the low half of a part, which has all of it.
+  // A part has all its bits in the low half of 32, so the scale is put into the low half too.
   static INLINE Scale scale(const i8* p) { return _mm512_and_si512(wide_scale(p), _mm512_set1_epi32(0xffff)); }
   static INLINE IVec add(IVec total, Part part, Scale scale) { return {_mm512_dpwssd_epi32(total.v, part, scale)}; }
 };
 #elif defined(__aarch64__)
 constexpr int INT4_ROWS = 4, INT4_TALL_ROWS = 0;
 
-// sdot takes both factors with a sign, and four bits plus 8 are positive with one too.
+// sdot takes both factors as signed, and four bits plus 8 are a positive signed number too.
 struct Int4 {
   using Line = IVec;
   using Left = Dot<i8>::A;
@@ -98,8 +98,8 @@ struct Int4 {
   };
   using Line = Pair;
   using Left = __m256i;
-  using Part = Pair;   // sums of 16 products, in 16 bits: two of them to an output
-  using Scale = Pair;  // likewise
+  using Part = Pair;   // sums of 16 products, in 16 bits: two of them for an output
+  using Scale = Pair;  // two for an output, as Part
   static INLINE Line low(const u8* p) {
     Line line = Int4::line(p);
     return {_mm256_and_si256(line.l, _mm256_set1_epi8(15)), _mm256_and_si256(line.h, _mm256_set1_epi8(15))};
@@ -119,14 +119,18 @@ struct Int4 {
     _mm256_storeu_si256(q + 1, line.h);
   }
   static INLINE Left left(i32 bytes) { return _mm256_set1_epi32(bytes); }
-  // Half of it in either lane: neither then leaves 16 bits on the way.
-  static INLINE Part start(i32 offset) { return {_mm256_set1_epi16(short(offset / 2)), _mm256_set1_epi16(short(offset / 2))}; }
+  // Each of the two lanes gets half of it, so that neither leaves 16 bits on the way.
+  static INLINE Part start(i32 offset) {
+    return {_mm256_set1_epi16(short(offset / 2)), _mm256_set1_epi16(short(offset / 2))};
+  }
   static INLINE Part step(const Part& part, const Line& w, Left a) {
-    return {_mm256_add_epi16(part.l, _mm256_maddubs_epi16(w.l, a)), _mm256_add_epi16(part.h, _mm256_maddubs_epi16(w.h, a))};
+    return {_mm256_add_epi16(part.l, _mm256_maddubs_epi16(w.l, a)),
+            _mm256_add_epi16(part.h, _mm256_maddubs_epi16(w.h, a))};
   }
   static INLINE Scale scale(const i8* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes, bytes)), _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(bytes, bytes))};
+    return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes, bytes)),
+            _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(bytes, bytes))};
   }
   static INLINE IVec add(const IVec& total, const Part& part, const Scale& scale) {
     return {_mm256_add_epi32(total.l, _mm256_madd_epi16(part.l, scale.l)),
@@ -135,15 +139,16 @@ struct Int4 {
 };
 #endif
 
-// -8 times the sum of `count` elements of a row.
+// Returns -8 times the sum of `count` elements of a row.
 INLINE i32 int4_offset(const i8* row, i64 count) { return -8 * byte_sum(row, count); }
 
-// Those of all k of a row.
+// Computes these offsets for all k of a row.
 INLINE void int4_offsets(const i8* row, i64 k, i32* offsets) {
 #ifdef __AVX512VNNI__
   for (; k >= 2 * FLUSH; k -= 2 * FLUSH, row += 2 * FLUSH, offsets += 2) {
-    // Bytes without a sign, each 128 more than it is, by eights.
-    __m512i sums = _mm512_sad_epu8(_mm512_xor_si512(_mm512_loadu_si512(row), _mm512_set1_epi8(-128)), _mm512_setzero_si512());
+    // Sums of bytes made unsigned, each larger by 128, eight at a time.
+    __m512i sums =
+        _mm512_sad_epu8(_mm512_xor_si512(_mm512_loadu_si512(row), _mm512_set1_epi8(-128)), _mm512_setzero_si512());
     sums = _mm512_add_epi64(sums, _mm512_shuffle_epi32(sums, _MM_PERM_BADC));
     sums = _mm512_add_epi64(sums, _mm512_permutex_epi64(sums, 0x4e));
     offsets[0] = -8 * (_mm512_cvtsi512_si32(sums) - 128 * i32(FLUSH));
@@ -153,17 +158,17 @@ INLINE void int4_offsets(const i8* row, i64 k, i32* offsets) {
   for (; k > 0; k -= FLUSH, row += FLUSH) *offsets++ = int4_offset(row, k < FLUSH ? k : FLUSH);
 }
 
-// M rows times P panels over k elements from the start of a group on: sums[m * stride + p * 16 + lane], continued unless
-// `fresh`. offsets [k / 32] of each row. WIDE: b holds a byte for each element, the four of the low bits in front of the
-// four of the high ones; else lines are fetched before they are multiplied, and where panels end, what lies `next` bytes
-// behind each.
+// Multiplies M rows by P panels over k elements from the start of a group on: sums[m * stride + p * 16 + lane],
+// continued unless `fresh`. offsets [k / 32] of each row. WIDE: b holds a byte for each element, the four from the low
+// bits in front of the four from the high bits; otherwise lines are prefetched before they are multiplied, and where
+// panels end, the memory `next` bytes after each.
 template <bool WIDE, int M, int P>
 __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* offsets, const u8* const* b,
                                          const i8* const* scales, i64 next, i64 k, i64 group, i32* sums, i64 stride,
                                          bool fresh) {
   constexpr i64 line_bytes = WIDE ? 128 : 64, front = P < 4 ? INT4_PREFETCH_BYTES : FETCH_BYTES / P;
   const i64 bytes = (k + group - 1) / group * group * 8, next_scales = P * ((k + group - 1) / group) * 16;
-  // Copies, which the stores to `sums` cannot change.
+  // Copies, since the compiler would assume that the stores to `sums` change the originals.
   const i8* rows[M];
   const i32* below[M];
   const u8* panels[P];
@@ -182,7 +187,7 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
       Int4::Part part[M][P];
 #pragma GCC unroll 16
       for (int i = 0; i < M * P; ++i) part[i / P][i % P] = Int4::start(below[i / P][first / FLUSH]);
-      auto eight = [&](i64 at, i64 there) {  // of which `there` are in the row
+      auto eight = [&](i64 at, i64 there) {  // `there` of the eight are in the row
         Int4::Line low[P], high[P];
 #pragma GCC unroll 16
         for (int p = 0; p < P; ++p) {
@@ -221,7 +226,7 @@ __attribute__((noinline)) void int4_tile(const i8* const* a, const i32* const* o
   for (int i = 0; i < M * P; ++i) store(sums + i / P * stride + i % P * LANES, total[i / P][i % P]);
 }
 
-// The bytes of k elements of a panel, [k / 4][16][4].
+// Expands k elements of a panel to bytes, [k / 4][16][4].
 INLINE void int4_bytes(const u8* panel, i64 k, u8* to) {
   for (i64 line = 0; line < (k + 7) / 8; ++line) {
     fetch_l1(panel + line * 64 + PREFETCH_BYTES);
@@ -230,8 +235,8 @@ INLINE void int4_bytes(const u8* panel, i64 k, u8* to) {
   }
 }
 
-// Rows [0, rows) times P panels from `panel` on, at most M rows at a time; emit(row, panel, sums) as in `gemm_block`. offsets
-// [rows][k / 32], rounded up. next: the panel that the thread goes on with.
+// Multiplies rows [0, rows) by P panels from `panel` on, at most M rows at a time; emit(row, panel, sums) as in
+// `gemm_block`. offsets [rows][k / 32], rounded up. next: the panel that the thread multiplies next.
 template <bool WIDE, int M, int P, class R, class E>
 INLINE void int4_block(const Int4Panels& w, i64 panel, i64 next, i64 rows, const i32* offsets, R row_of, E emit) {
   constexpr i64 width = P * LANES;
@@ -280,11 +285,11 @@ INLINE void int4_block(const Int4Panels& w, i64 panel, i64 next, i64 rows, const
 }
 
 #ifdef __AVX512VNNI__
-// On tiles a weight is two bytes: its integer times the high and times the low four bits of its group's scale without the
-// sign, which turns the integer instead. A sum is put together likewise.
+// On tiles a weight becomes two bytes: its integer times the high and times the low four bits of its group's scale
+// without the sign, which is applied to the integer instead. A sum is put together from the two likewise.
 struct Int4Planes {
-  __m512i low, high;              // the four bits, in the first of two bytes: a product of 16 bits is one of either byte
-  __m512i below_low, below_high;  // what products of an integer plus 8 are too large by
+  __m512i low, high;  // the four bits, in the first of two bytes: a product of 16 bits is one of either byte
+  __m512i below_low, below_high;  // the excess of products of an integer plus 8
   __m512i turned;
   INLINE explicit Int4Planes(const i8* scales) {
     const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
@@ -292,7 +297,7 @@ struct Int4Planes {
     const __m512i all = _mm512_shuffle_epi8(Int4::wide_scale(scales), first), size = _mm512_abs_epi8(all);
     const __mmask64 negative = _mm512_movepi8_mask(all);
     const __m512i lows = _mm512_and_si512(size, fours), highs = _mm512_and_si512(_mm512_srli_epi16(size, 4), fours);
-    // Turned, an integer plus 8 is 15 minus it: 7 more than what it stands for.
+    // With the sign changed, an integer plus 8 is 15 minus it: 7 more than the value that it stands for.
     auto below = [&](__m512i bits) {
       const __m512i eightfold = _mm512_slli_epi16(bits, 3);
       return _mm512_mask_sub_epi8(eightfold, negative, eightfold, bits);
@@ -307,10 +312,10 @@ struct Int4Planes {
   }
 };
 
-// k elements of a panel, of one group, as such: [k / 4][16][4] each.
+// Makes both bytes of k elements of a panel, within one group: [k / 4][16][4] each.
 INLINE void int4_planes(const u8* panel, const i8* scales, i64 k, i8* low, i8* high) {
   const Int4Planes planes(scales);
-  auto bits = [&](__m512i line) {  // four of each byte, turned
+  auto bits = [&](__m512i line) {  // four bits of each byte, with the sign applied
     return _mm512_ternarylogic_epi32(line, _mm512_set1_epi8(15), planes.turned, 0x6a);
   };
   for (i64 at = 0; at < k; at += 8, panel += 64, low += 128, high += 128) {
@@ -321,20 +326,21 @@ INLINE void int4_planes(const u8* panel, const i8* scales, i64 k, i8* low, i8* h
   }
 }
 
-// One panel by a tile of rows or two over whole tiles of k, which are made as it goes, the next while these are multiplied:
-// sums as `multiply_tiles` writes them, those of low bits beside those of high ones. What a last tile has behind the end of
-// k is multiplied by zeros.
+// Multiplies one panel by one or two tiles of rows over whole tiles of k. The tiles of weights are made on the way, the
+// next ones while the current ones are multiplied. Sums are written as by `multiply_tiles`, those of low bits beside
+// those of high bits. What a last tile has after the end of k is multiplied by zeros.
 template <int M>
 __attribute__((noinline)) void int4_stream(const Int4Panels& w, i64 panel, const RowTiles& a, i32* to) {
   constexpr i8* type = nullptr;
   constexpr i64 line = 2 * TILE_LINE, page = 4096;
-  // A load waits for an earlier store that lies a multiple of a page from it, as far as the processor knows at first. So
-  // rows are loaded in front of the stores, and tiles are put into the half of a page that the panel's bytes are not in.
+  // A load waits for an earlier store whose address differs by a multiple of a page, until the processor knows that
+  // they differ. So rows are loaded before the stores, and tiles go into the half of a page in which the panel's bytes
+  // are not.
   alignas(page) i8 room[2][page];
   const u8* data = w.panel(panel);
   const i8* scales = w.scales(panel);
   const i64 steps = (w.k + TILE_LINE - 1) / TILE_LINE, group = w.group, part = group < TILE_LINE ? group : TILE_LINE;
-  i64 passed = 0;  // of this group
+  i64 passed = 0;  // k that has passed of the current group
   auto make = [&](i64 step) __attribute__((always_inline)) {
     i8* low = room[step & 1] + (~reinterpret_cast<uintptr_t>(data) & (page / 2));
     const i64 here = w.k - step * TILE_LINE < TILE_LINE ? w.k - step * TILE_LINE : TILE_LINE;
@@ -365,7 +371,8 @@ __attribute__((noinline)) void int4_stream(const Int4Panels& w, i64 panel, const
   if constexpr (M == 2) amx::store<2>(to, line), amx::store<3>(to + LANES, line);
 }
 
-// The panels [begin, end) on tiles, each made anew for every 32 rows: that costs less than to keep its tiles and sums.
+// Multiplies panels [begin, end) on tiles, each made again for every 32 rows: that is cheaper than keeping tiles and
+// sums.
 template <class R, class E>
 __attribute__((noinline)) void int4_tile_panels(const Int4Panels& w, i64 begin, i64 end, i64 rows, R row_of, E emit) {
   constexpr i64 width = 2 * LANES;
@@ -386,14 +393,15 @@ __attribute__((noinline)) void int4_tile_panels(const Int4Panels& w, i64 begin, 
 }
 #endif
 
-// Whether panels are read once, and fetched before.
+// Whether panels are read once, and prefetched.
 INLINE bool fetches_int4(i64 rows) { return rows <= (INT4_TALL_ROWS > 0 ? INT4_VECTOR_ROWS : INT4_ROWS); }
 
-// The panels [begin, end): a few rows read them once and take them apart in registers, for more they are put as bytes into
-// the first-level cache. after: the panel that the thread goes on with, or -1. Not inlined: what it takes of the stack it then
-// gives back.
+// Multiplies the panels [begin, end). For few rows they are read once and unpacked in registers; for more rows they are
+// expanded to bytes in the first-level cache. after: the panel that the thread multiplies next, or -1. Not inlined: so
+// its stack is released when it returns.
 template <class R, class E>
-__attribute__((noinline)) void int4_panels(const Int4Panels& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit) {
+__attribute__((noinline)) void int4_panels(const Int4Panels& w, i64 begin, i64 end, i64 after, i64 rows, R row_of,
+                                           E emit) {
   if constexpr (AMX)
     if (rows > INT4_VECTOR_ROWS) return int4_tile_panels(w, begin, end, rows, row_of, emit);
   const i64 parts = (w.k + FLUSH - 1) / FLUSH;
@@ -418,10 +426,10 @@ __attribute__((noinline)) void int4_panels(const Int4Panels& w, i64 begin, i64 e
 #undef BLOCKS
 }
 
-// x [rows, k] with x_scale [rows, 1]; scale [n]; the bias in T, the result in O.
+// Multiplies x [rows, k] with x_scale [rows, 1]; scale [n]; the bias is in T, the result in O.
 template <class T, class O>
-KERNEL void linear_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Int4Panels w, const float* scale,
-                        const T* bias, Written<O> out) {
+KERNEL void linear_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, i64 rows, Int4Panels w,
+                        const float* scale, const T* bias, Written<O> out) {
   const auto emit = written_from(FromIntegers<T>{x_scale, scale, bias}, out);
   const RowBlocks blocks = row_blocks_of<i8>(rows, *w.for_rows(rows).blocking);
   pieces(team, blocks, w.count(), fetches_int4(rows), 0, [&](i64 row0, i64 row1, i64 first, i64 last, i64 after) {

@@ -1,28 +1,29 @@
-// A tile of keys: where they and their values lie in the pool, and what is done with them: scores, softmax, and the sums of
-// the values. Both products are those of a weight, with pieces of the pool as its panels, and add up as those do.
+// A tile of keys: where its keys and values are in the KV pool, and its operations: scores, softmax, and the sums of
+// the values. Both products are those of a weight, with pieces of the pool as its panels, and add up in the same order.
 // Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
 #pragma once
 #include "kv.h"
 
 namespace inferc {
 
-// With tiles a larger piece shares what vectors do for it, and sums are loaded and stored less often.
+// On tiles, a larger tile of keys amortises the work of vectors over more keys, and sums are loaded and stored less
+// often.
 constexpr i64 KEY_TILE = AMX ? 128 : 64;
 constexpr int PIECES = KEY_TILE / 16, STEPS = KEY_TILE / VALUE_TOKENS;  // of 16 keys, of 32 values
-constexpr int NARROW_ROWS = TALL_ROWS ? 6 : 4;  // at most so many rows widen keys in int8 in registers
+constexpr int NARROW_ROWS = TALL_ROWS ? 6 : 4;  // up to so many rows, keys in int8 are widened in registers
 constexpr float MINUS_INF = -__builtin_inff();
 
 template <class T>
 constexpr bool ON_TILES = AMX && std::is_same_v<T, bf16>;
 
-// The pieces of a tile's keys, and the same 16 tokens in its values: of a piece of V, its panels `apart` elements apart, or
-// of latents, their rows. Past the sequence's end stands any piece.
+// The pieces of a tile's keys, and the same 16 tokens in its values: of a piece of V, its panels `apart` elements
+// apart, or of latents, their rows. After the sequence's end the pointers are to any piece.
 template <class S>
 struct Tile {
   const S *keys[PIECES], *values[PIECES];
   const float *key_scales[PIECES], *value_scales[PIECES];  // if S is int8
-  i64 dim, apart, keys_there;  // dim: of a key; keys_there: how many of the tile's there are
-  INLINE i64 count() const { return (keys_there + 15) / 16; }  // of the pieces that hold keys
+  i64 dim, apart, keys_there;  // dim: of a key; keys_there: how many of the tile's keys exist
+  INLINE i64 count() const { return (keys_there + 15) / 16; }  // the number of pieces that hold keys
   INLINE const S* panel(i64 p, i64 d) const { return values[p] + d / 16 * apart; }
 };
 
@@ -57,32 +58,32 @@ INLINE Tile<S> tile_of(const Latent<S>& cache, const i32* blocks, i64 head, i64 
   return tile;
 }
 
-// Sums of q with 16 keys, or probabilities of 16 values, times the scales of what they are multiplied with.
+// Multiplies the products of q with 16 keys, or probabilities of 16 values, by the scales of these keys or values.
 template <class S>
 INLINE Vec by_scales(Vec x, const float* scales) {
   if constexpr (!std::is_same_v<S, i8>) return x;
   else return mul(x, load(scales));
 }
 
-// [first, last) of a tile's pieces, or of its keys.
+// A range [first, last) of a tile's pieces, or of its keys.
 struct Range {
   i64 first, last;
-  // The parts of `size` that it lies in.
+  // The range of parts of `size` that contains this one.
   INLINE Range in(i64 size) const { return {first / size, (last + size - 1) / size}; }
   INLINE Range times(i64 count) const { return {first * count, last * count}; }
-  // As many of those that whole groups of `count` lie there.
+  // The smallest range in whole groups of `count` that contains this one.
   INLINE Range rounded_to(i64 count) const { return {first / count * count, (last + count - 1) / count * count}; }
 };
 
-// Fetches `count` elements into the second-level cache: the next tile goes there meanwhile, which takes more lines at a
-// time than the first.
+// Prefetches `count` elements into the second-level cache. The next tile goes there meanwhile, because the second level
+// can wait for more lines at a time than the first.
 template <class S>
 INLINE void fetch_elements(const S* from, i64 count) {
   const char* bytes = reinterpret_cast<const char*>(from);
   for (i64 at = 0; at < count * i64(sizeof(S)); at += 64) fetch_l2(bytes + at);
 }
 
-// 16 latents as a panel, as K lies in a Cache. Fetches those of the next tile meanwhile.
+// Makes a panel of 16 latents, with the layout of K in a Cache, and prefetches those of the next tile.
 template <class T, class S>
 INLINE void pack_keys(const S* rows, const S* next, i64 dim, T* panel) {
   constexpr i64 unit = Dot<T>::unit;
@@ -98,7 +99,7 @@ INLINE void pack_keys(const S* rows, const S* next, i64 dim, T* panel) {
   }
 }
 
-// 16 keys in int8 as a panel in T. Fetches those of the next tile meanwhile.
+// Widens 16 keys in int8 to a panel in T, and prefetches those of the next tile.
 template <class T>
 INLINE void widen_keys(const i8* piece, const i8* next, i64 dim, T* panel) {
   for (i64 at = 0; at < 16 * dim; at += 64) {
@@ -107,7 +108,7 @@ INLINE void widen_keys(const i8* piece, const i8* next, i64 dim, T* panel) {
   }
 }
 
-// A tile's keys as panels in T: where they lie, or in room for them.
+// A tile's keys as panels in T: in the pool, or in room for them.
 template <class T, class C>
 struct KeyPanels {
   using S = typename C::Stored;
@@ -130,7 +131,8 @@ struct KeyPanels {
   }
 };
 
-// A tile's values as panels over 32 of its keys, [v_dim / 16][32 / unit][16][unit] in T: where they lie, or in room for them.
+// A tile's values as panels over 32 of its keys, [v_dim / 16][32 / unit][16][unit] in T: in the pool, or in room for
+// them.
 template <class T, class C>
 struct ValuePanels {
   using S = typename C::Stored;
@@ -141,7 +143,8 @@ struct ValuePanels {
 
   INLINE static bool lies_so(const Tile<S>& tile) { return direct && tile.apart == panel; }
 
-  // Those of the keys `there`; zeros for others: their places may be block 0's, where anything is, and 0 * NaN is NaN.
+  // Copies the values of the keys `there`, and zeros for others: their places may be in block 0, with any data, and 0 *
+  // NaN is NaN.
   INLINE void read(const Tile<S>& tile, const Tile<S>* next, Range there, i64 v_dim) {
     for (i64 step = there.first / VALUE_TOKENS; step * VALUE_TOKENS < there.last; ++step) {
       const i64 key = step * VALUE_TOKENS;
@@ -152,13 +155,14 @@ struct ValuePanels {
         }
       T* to = room + key * v_dim;
       for (i64 half = 0; half < 2; ++half)
-        copy(tile, next, 2 * step + half, {there.first - key - 16 * half, there.last - key - 16 * half}, v_dim, to + half * 256);
+        copy(tile, next, 2 * step + half, {there.first - key - 16 * half, there.last - key - 16 * half}, v_dim,
+             to + half * 256);
       steps[step] = to;
     }
   }
 
  private:
-  // Piece p; to: its part of the first panel.
+  // Copies piece p; `to` is its part of the first panel.
   INLINE void copy(const Tile<S>& tile, const Tile<S>* next, i64 p, Range there, i64 v_dim, T* to) {
     constexpr i64 group = C::latent || direct ? unit : Dot<i8>::unit;  // tokens that are copied at a time
     for (i64 d = 0; d < v_dim; d += 16, to += panel)
@@ -182,7 +186,7 @@ struct ValuePanels {
           if (token + u < there.first || token + u >= there.last) drop(line + u / unit * unit * 16, u % unit);
       }
   }
-  // Zeros for the token at `lane` of a line.
+  // Writes zeros for the token at `lane` of a line.
   INLINE static void drop(T* line, i64 lane) {
     if constexpr (unit == 1) return store(line, zero());
     else if (lane == 0) store(static_cast<void*>(line), left_by<16>(zeros_right_by<16>(iload(line))));
@@ -190,8 +194,8 @@ struct ValuePanels {
   }
 };
 
-// scores [rows][KEY_TILE] = q @ K.T of `pieces` of panels in T; row_of(r) is q's row r. Fetches the panels `ahead` meanwhile
-// unless that is null.
+// Computes scores [rows][KEY_TILE] = q @ K.T of `pieces` of panels in T; row_of(r) is q's row r. It prefetches the
+// panels `ahead` meanwhile unless that is null.
 template <class T, class R>
 INLINE void score_panels(const T* const* panels, const T* const* ahead, Range pieces, i64 rows, R row_of, i64 dim,
                          float* scores) {
@@ -204,7 +208,7 @@ INLINE void score_panels(const T* const* panels, const T* const* ahead, Range pi
   });
 }
 
-// The same for at most 32 rows that `pack_rows` left, from `row` on, on tiles.
+// Computes these scores on tiles, for at most 32 rows that `pack_rows` packed, from `row` on.
 template <class T>
 INLINE void score_packed(const T* packed, i64 row, i64 dim, const T* const* panels, const T* const* ahead, Range pieces,
                          i64 height, float* scores) {
@@ -214,14 +218,15 @@ INLINE void score_packed(const T* packed, i64 row, i64 dim, const T* const* pane
   const RowTiles a = packed_tiles(packed, row / TILE_HEIGHT, dim, K);
   for (i64 p = pieces.first; p < pieces.last; p += 2) {
     TileAhead next;
-    if (ahead) next = {reinterpret_cast<const char*>(ahead[p]), reinterpret_cast<const char*>(ahead[p + 1]), TILE_BYTES};
+    if (ahead)
+      next = {reinterpret_cast<const char*>(ahead[p]), reinterpret_cast<const char*>(ahead[p + 1]), TILE_BYTES};
     for (int i = 0; i < 2; ++i)
       if (dim % K) last_tile(panels[p + i], dim, last_tiles + i * TILE_HEIGHT * K);
     tile_product<T, PANELS>(height, a, 2, panels + p, last, next, dim, nullptr, scores + p * LANES, KEY_TILE);
   }
 }
 
-// The same, of at most M rows, with a tile in int8, widened in registers, P panels at a time.
+// Computes these scores for at most M rows with a tile in int8, widened in registers, P panels at a time.
 template <class T, int M, int P, class R>
 INLINE void score_int8(const Tile<i8>& tile, const Tile<i8>& next, Range pieces, i64 rows, R row_of, float* scores) {
   const T* left[M];
@@ -230,30 +235,31 @@ INLINE void score_int8(const Tile<i8>& tile, const Tile<i8>& next, Range pieces,
     int8_multiply<T, M, P>(rows, left, tile.keys + p, next.keys + p, tile.dim, scores + p * LANES, KEY_TILE, true);
 }
 
-// What makes scores of the products of q and keys. Without a cap they are multiplied by it late, by `unit`, which is positive.
+// Makes scores of the products of q and keys. Without a softcap they are multiplied late, by `unit`, which is positive.
 struct Scores {
-  float scale, softcap;  // 0: none
+  float scale, softcap;  // softcap 0: none
   INLINE float unit() const { return softcap != 0.0f ? 1.0f : scale; }
-  // What is multiplied by that, of products of q and keys.
+  // Makes values, still to be multiplied by `unit`, of the products of q and keys.
   INLINE Vec capped(Vec x) const {
     return softcap != 0.0f ? mul(tanh(div(mul(x, set1(scale)), set1(softcap))), set1(softcap)) : x;
   }
-  // The same of a tile's keys from 16 * p on, wherever they lie.
+  // Makes the values of a tile's keys from 16 * p on, which do not depend on their positions.
   INLINE Vec score(Vec x, int) const { return capped(x); }
 };
 
-// What is added to a score: nothing.
+// The bias of a score: none.
 struct NoBias {
   static constexpr bool present = false;
 };
-// What is added to a score: of each head, a slope times how much further on the key lies than the query.
+// The ALiBi bias of a score: each head's slope times the distance from the query to the key.
 // Source: Press et al. 2022, arXiv:2108.12409.
 struct Alibi {
   static constexpr bool present = true;
   const float* slopes;  // [num_heads]
 };
 
-// Scores of one row with it. first: how much further on the tile's first key lies; whole numbers, which float32 holds.
+// The scores of one row with ALiBi. first: the distance of the tile's first key; whole numbers, which float32 holds
+// exactly.
 struct BiasedScores {
   float scale, slope, first;
   INLINE float unit() const { return 1.0f; }
@@ -263,9 +269,9 @@ struct BiasedScores {
   }
 };
 
-// How scores become probabilities: e^((x - top) * unit) in T. bfloat16 has 8 bits of them, and takes 2^x within 3e-6; what is
-// smaller than 2^-100 becomes that, which is nothing beside the 1 of the highest score. So neither it nor its products with a
-// value and with that's scale are denormal, for which a processor stalls.
+// Turns scores into probabilities: e^((x - top) * unit) in T. For bfloat16, with 8 bits of precision, 2^x within 3e-6
+// is enough, and probabilities below 2^-100 become 2^-100, which is nothing beside the 1 of the highest score: so
+// neither they, nor their products with a value and its scale, are denormal, which would stall a processor.
 template <class T>
 struct Probability {
   Vec top, unit;
@@ -291,12 +297,12 @@ struct Probability {
   }
 };
 
-// One row of scores of a tile's first N pieces -> probabilities in T, times the values' scales; MASKED: keys outside
-// [low, high) of the tile are not there. top: the highest score so far, before it is multiplied by `unit`. Adds them to
-// total [16], and returns the factor that what was summed before must be multiplied by: 1 where nothing was.
+// Turns one row of scores of a tile's first N pieces into probabilities in T, times the values' scales; MASKED: keys
+// outside [low, high) of the tile do not count. top: the highest score so far, before it is multiplied by `unit`. It
+// adds them to total [16], and returns the factor for the previous sums: 1 where there were none.
 template <class T, bool MASKED, int N, class S, class O>
-INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 high, const O& of, float& top, float* total,
-                         T* probabilities) {
+INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 high, const O& of, float& top,
+                         float* total, T* probabilities) {
   auto seen = [&](Vec x, int p, Vec other) {
     return MASKED ? keep(x, int(low) - p * LANES, int(high) - p * LANES, other) : x;
   };
@@ -309,7 +315,7 @@ INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 
   }
   float factor = 1.0f;
   Vec sum = load(total);
-  if (lanes_less(set1(top), tile_top)) {  // ever more rarely
+  if (lanes_less(set1(top), tile_top)) {  // rarer with every tile
     const float before = top;
     top = maximum(tile_top);
     if (before != MINUS_INF) factor = exp((before - top) * of.unit());
@@ -328,11 +334,12 @@ INLINE float softmax_row(const Tile<S>& tile, const float* scores, i64 low, i64 
   return factor;
 }
 
-// acc [up to 32 rows, v_dim] += probabilities [rows][KEY_TILE] @ `steps` of the values, from zero if `fresh`; on tiles: M tiles
-// of rows times P panels, from column d on. Fetches the values `ahead` of the same steps meanwhile where they are not null.
+// Computes acc [up to 32 rows, v_dim] += probabilities [rows][KEY_TILE] @ `steps` of the values, from zero if `fresh`,
+// on tiles: M tiles of rows times P panels, from column d on. It prefetches the values `ahead` of the same steps if not
+// null.
 template <class T, int M, int P>
-__attribute__((noinline)) void weigh_on_tiles(const T* probabilities, const T* const* values, const T* const* ahead, Range steps,
-                                              i64 d, float* acc, i64 stride, bool fresh) {
+__attribute__((noinline)) void weigh_on_tiles(const T* probabilities, const T* const* values, const T* const* ahead,
+                                              Range steps, i64 d, float* acc, i64 stride, bool fresh) {
   constexpr T* type = nullptr;
   constexpr i64 line = KEY_TILE * i64(sizeof(T)), panel = VALUE_TOKENS * 16;
   const i64 bytes = stride * i64(sizeof(float));
@@ -361,10 +368,10 @@ __attribute__((noinline)) void weigh_on_tiles(const T* probabilities, const T* c
   on_sums([&]<int m, int p>() { amx::store<2 * m + p>(acc + d + m * TILE_HEIGHT * stride + p * LANES, bytes); });
 }
 
-// All columns of the same.
+// Computes all columns of this product.
 template <class T>
-INLINE void weigh_tiled(const T* probabilities, const T* const* values, const T* const* ahead, Range steps, i64 rows, i64 v_dim,
-                        float* acc, bool fresh) {
+INLINE void weigh_tiled(const T* probabilities, const T* const* values, const T* const* ahead, Range steps, i64 rows,
+                        i64 v_dim, float* acc, bool fresh) {
   auto columns = [&]<int M>(std::integral_constant<int, M>) {
     i64 d = 0;
     for (; d + 32 <= v_dim; d += 32) weigh_on_tiles<T, M, 2>(probabilities, values, ahead, steps, d, acc, v_dim, fresh);
@@ -375,7 +382,7 @@ INLINE void weigh_tiled(const T* probabilities, const T* const* values, const T*
   else columns(std::integral_constant<int, 1>());
 }
 
-// The same of any number of rows by vectors.
+// Computes this product for any number of rows by vectors.
 template <class T>
 INLINE void weigh_panels(const T* probabilities, const T* const* values, const T* const* ahead, Range steps, i64 rows,
                          i64 v_dim, float* acc, bool fresh) {
@@ -393,8 +400,8 @@ INLINE void weigh_panels(const T* probabilities, const T* const* values, const T
         row_tiles(rows, TILE_ROWS, [&](i64 row, i64 height) {
           const T* left[TILE_ROWS];
           for (i64 m = 0; m < height; ++m) left[m] = probabilities + (row + m) * KEY_TILE + step * VALUE_TOKENS;
-          multiply<T, P>(height, left, panels, {fetches && row == 0 ? next : nullptr}, VALUE_TOKENS, acc + row * v_dim + d, v_dim,
-                         fresh && step == steps.first);
+          multiply<T, P>(height, left, panels, {fetches && row == 0 ? next : nullptr}, VALUE_TOKENS,
+                         acc + row * v_dim + d, v_dim, fresh && step == steps.first);
         });
       }
     };
@@ -403,10 +410,11 @@ INLINE void weigh_panels(const T* probabilities, const T* const* values, const T
   }
 }
 
-// The same of at most M rows with a tile in int8, widened in registers. What stands where no key is, is a number.
+// Computes this product for at most M rows with a tile in int8, widened in registers. Places without a key hold any
+// number.
 template <class T, int M, int P>
-INLINE void weigh_int8(const T* probabilities, const Tile<i8>& tile, const Tile<i8>& next, Range pieces, i64 rows, i64 v_dim,
-                       float* acc, bool fresh) {
+INLINE void weigh_int8(const T* probabilities, const Tile<i8>& tile, const Tile<i8>& next, Range pieces, i64 rows,
+                       i64 v_dim, float* acc, bool fresh) {
   for (i64 p = pieces.first; p < pieces.last; ++p) {
     const T* left[M];
     for (i64 m = 0; m < rows; ++m) left[m] = probabilities + m * KEY_TILE + p * 16;

@@ -1,10 +1,11 @@
-// Rope and the paged K,V pool.
-// A block holds every layer of its group, in a layer every head, of a head first K, then V, its tokens in pieces of 16:
-// attention reads both, and the longer it reads on in one place, the faster. Both lie as a weight's panels do, and their
-// products are those of a weight: a piece of K is one of 16 tokens over the head, [head_dim / unit][16 tokens][unit], for
-// q @ K.T; a piece of V is those of 16 elements of the head over its 32 tokens, [head_dim / 16][32 / unit][16][unit], for
-// probabilities @ V. Where a block is no multiple of 32, V's pieces have 16 tokens.
-// What is stored in int8 has its tokens' float32 scales at the end of the piece.
+// Rope and the paged KV pool.
+// A block holds every layer of its group, in a layer every head, of a head first K, then V, with its tokens in pieces
+// of 16: attention reads both, and reads long contiguous ranges fastest. Both are stored as the panels of a weight, and
+// their products are those of a weight:
+// - a piece of K is 16 tokens over the head, [head_dim / unit][16 tokens][unit], for q @ K.T;
+// - a piece of V is 16 elements of the head over 32 tokens, [head_dim / 16][32 / unit][16][unit], for
+//   probabilities @ V; if the block size is no multiple of 32, it has 16 tokens.
+// In int8, a piece ends with its tokens' float32 scales.
 #pragma once
 #include <type_traits>
 
@@ -14,9 +15,9 @@
 namespace inferc {
 
 constexpr i64 MAX_HEAD_DIM = 512, MAX_LATENT_DIM = 1024;
-constexpr i64 VALUE_TOKENS = 32;  // of a piece of V: a step of k on tiles of bfloat16
+constexpr i64 VALUE_TOKENS = 32;  // tokens of a piece of V: a step of k on tiles of bfloat16
 
-// Elements that a token's row takes: its own, and where they are integers its scale.
+// The elements that a token's row takes: its own, and for integers those of its scale.
 template <class S>
 INLINE i64 row_size(i64 dim) {
   return dim + (std::is_same_v<S, i8> ? i64(sizeof(float)) : 0);
@@ -30,7 +31,7 @@ struct Place {
 
   INLINE float* scale() const { return reinterpret_cast<float*>(piece + 16 * dim) + token; }
   INLINE S* row() const { return piece + token * dim; }
-  // Its elements [d, d + unit) of a panel.
+  // The token's elements [d, d + unit) in a panel.
   INLINE S* unit(i64 d) const { return piece + d * 16 + token * Dot<S>::unit; }
 };
 
@@ -38,13 +39,13 @@ struct Place {
 template <class S>
 struct ValuePlace {
   S* piece;
-  i64 token, tokens, dim;  // tokens: of the piece
+  i64 token, tokens, dim;  // tokens: the number of tokens in the piece
 
   INLINE float* scale() const { return reinterpret_cast<float*>(piece + tokens * dim) + token; }
-  // The line of its elements [d, d + 16), which have the place `lane` of each `unit` there.
+  // The line with the token's elements [d, d + 16), which are at place `lane` of each `unit` there.
   INLINE S* line(i64 d) const { return piece + d * tokens + token / Dot<S>::unit * Dot<S>::unit * 16; }
   INLINE i64 lane() const { return token % Dot<S>::unit; }
-  // f(element of the piece, d) for each.
+  // Calls f(element of the piece, d) for each element of the token.
   template <class F>
   INLINE void each(F f) const {
     for (i64 d = 0; d < dim; ++d) f(line(d / 16 * 16)[d % 16 * Dot<S>::unit + lane()], d);
@@ -59,14 +60,14 @@ struct Cache {
   S* data;
   i64 layers, layer, block_size, heads, dim;
 
-  // Of K or of V of one head.
+  // The elements of K or of V of one head in a block.
   INLINE i64 part_size() const { return block_size * row_size<S>(dim); }
   // The piece of the 16 tokens from `offset` (a multiple of 16) on.
   INLINE S* keys(i64 block, i64 head, i64 offset) const {
     return data + ((block * layers + layer) * heads + head) * 2 * part_size() + offset * row_size<S>(dim);
   }
   INLINE i64 value_tokens() const { return block_size % VALUE_TOKENS ? 16 : VALUE_TOKENS; }
-  // The piece of V that token `offset` lies in.
+  // The piece of V that contains token `offset`.
   INLINE S* value_piece(i64 block, i64 head, i64 offset) const {
     return keys(block, head, offset / value_tokens() * value_tokens()) + part_size();
   }
@@ -79,8 +80,8 @@ struct Cache {
   }
 };
 
-// One layer of a pool that holds latents: [block][layer], then rows in pieces of 16 tokens. K is the whole of a row, V its
-// first v_dim elements.
+// One layer of a pool of latents: [block][layer], then rows in pieces of 16 tokens. K is the whole row, V its first
+// v_dim elements.
 template <class S>
 struct Latent {
   using Stored = S;
@@ -92,7 +93,9 @@ struct Latent {
   INLINE S* keys(i64 block, i64, i64 offset) const {
     return data + ((block * layers + layer) * block_size + offset) * row_size<S>(dim);
   }
-  INLINE Place<S> at(i64 slot) const { return {keys(slot / block_size, 0, slot % block_size / 16 * 16), slot % 16, dim}; }
+  INLINE Place<S> at(i64 slot) const {
+    return {keys(slot / block_size, 0, slot % block_size / 16 * 16), slot % 16, dim};
+  }
 };
 
 // positions [rows] -> cosines then sines, [rows, 2 * half], times `scaling`.
@@ -108,10 +111,10 @@ inline void rope_table(Team& team, const i64* positions, const float* inv_freq, 
   });
 }
 
-// Which elements are a pair, of x and of the result: see ops/rope.py.
+// The elements that form a pair, in x and in the result: see ops/rope.py.
 enum Pairs { HALVES, NEIGHBOURS, NEIGHBOURS_TO_HALVES };
 
-// One head: out may not be x.
+// Rotates one head; `out` may not be `x`.
 template <class T>
 INLINE void rope_head(const T* x, const float* table, i64 half, Pairs pairs, i64 dim, T* out) {
   if (pairs != HALVES) {
@@ -131,12 +134,12 @@ INLINE void rope_head(const T* x, const float* table, i64 half, Pairs pairs, i64
   if (dim > 2 * half) memcpy(out + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(T));
 }
 
-// An RMSNorm of a head, unless it has no weight, and then rope: out may not be x.
+// Applies the RMSNorm of a head, unless it has no weight, and then rope; `out` may not be `x`.
 template <class T>
-INLINE void norm_rope_head(const T* x, const T* weight, const Norm& norm, const float* table, i64 half, Pairs pairs, i64 dim,
-                           T* out) {
+INLINE void norm_rope_head(const T* x, const T* weight, const Norm& norm, const float* table, i64 half, Pairs pairs,
+                           i64 dim, T* out) {
   if (!weight) return rope_head(x, table, half, pairs, dim, out);
-  // The same operations in registers, for heads of 2 * N vectors that are rotated whole.
+  // The same operations in registers, for heads of 2 * N vectors that are rotated as a whole.
   auto in_registers = [&]<int N>(std::integral_constant<int, N>) {
     Vec v[2 * N], squares = zero();
 #pragma GCC unroll 16
@@ -164,7 +167,7 @@ INLINE void norm_rope_head(const T* x, const T* weight, const Norm& norm, const 
   rope_head(normed, table, half, pairs, dim, out);
 }
 
-// What is stored of a row: the row itself, or int8 made in `room`, whose scale then goes to its place.
+// Returns the row to store: the row itself, or its int8 form made in `room`, whose scale it writes to its place.
 template <class T, class S, class P>
 INLINE const S* stored(const T* row, const P& place, S* room) {
   if constexpr (std::is_same_v<T, S>) {
@@ -192,8 +195,8 @@ INLINE void write_value(const Cache<S>& cache, i64 slot, i64 head, const T* v) {
 
 // x, out [rows, heads * dim].
 template <class T>
-KERNEL void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half, Pairs pairs, i64 rows, i64 heads, i64 dim,
-                 Rows<T> out) {
+KERNEL void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half, Pairs pairs, i64 rows, i64 heads,
+                 i64 dim, Rows<T> out) {
   team.each(rows * heads, row_grain(dim), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       i64 row = i / heads, column = i % heads * dim;
@@ -202,14 +205,15 @@ KERNEL void rope(Team& team, Rows<const T> x, Rows<const float> table, i64 half,
   });
 }
 
-// The head of a row that is read a little later: what other threads have written lies far away.
+// Prefetches the head of a row that is read a little later, since data that other threads wrote is slow to load.
 template <class T>
 INLINE void fetch_head(Rows<const T> x, i64 row, i64 rows, i64 column, i64 dim) {
   const char* next = reinterpret_cast<const char*>(x[row + 4 < rows ? row + 4 : row] + column);
   for (i64 at = 0; at < dim * i64(sizeof(T)); at += 64) fetch_l1(next + at);
 }
 
-// f(row, head) for all of them. 16 rows of one head go to a thread one behind the other: they write to the same lines of K.
+// Calls f(row, head) for all rows and heads. One thread gets 16 consecutive rows of a head: they write the same lines
+// of K.
 template <class F>
 INLINE void each_head(Team& team, i64 rows, i64 heads, i64 dim, F f) {
   const i64 blocks = (rows + 15) / 16;
@@ -238,10 +242,10 @@ KERNEL void latent_write(Team& team, Latent<S> cache, Rows<const T> k, const i64
   });
 }
 
-// rope on q [rows, heads * dim] into out, and on k on its way into the cache.
+// Applies rope to q [rows, heads * dim] into out, and to k on its way into the cache.
 template <class T, class S>
-KERNEL void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const float> table, i64 half,
-                          Pairs pairs, Cache<S> cache, const i64* slots, i64 rows, i64 heads, Rows<T> out) {
+KERNEL void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const float> table,
+                          i64 half, Pairs pairs, Cache<S> cache, const i64* slots, i64 rows, i64 heads, Rows<T> out) {
   const i64 dim = cache.dim;
   each_head(team, rows, heads + cache.heads, dim, [&](i64 row, i64 head) {
     if (head < heads) return rope_head(q[row] + head * dim, table[row], half, pairs, dim, out[row] + head * dim);
@@ -253,11 +257,11 @@ KERNEL void rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<con
   });
 }
 
-// The same after an RMSNorm of every head of q and of k.
+// Applies an RMSNorm to every head of q and of k, and then rope as above.
 template <class T, class S>
 KERNEL void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Rows<const T> v, const T* q_weight,
-                               const T* k_weight, Norm norm, Rows<const float> table, i64 half, Pairs pairs, Cache<S> cache,
-                               const i64* slots, i64 rows, i64 heads, Rows<T> out) {
+                               const T* k_weight, Norm norm, Rows<const float> table, i64 half, Pairs pairs,
+                               Cache<S> cache, const i64* slots, i64 rows, i64 heads, Rows<T> out) {
   const i64 dim = cache.dim;
   each_head(team, rows, heads + cache.heads, dim, [&](i64 row, i64 head) {
     T rotated[MAX_HEAD_DIM];
@@ -274,8 +278,8 @@ KERNEL void norm_rope_kv_write(Team& team, Rows<const T> q, Rows<const T> k, Row
   });
 }
 
-// What becomes of the heads of q, k and v that a projection gives: q's are rotated into out, k's and v's go into the cache. Those
-// of q and k are normed first if they have weights.
+// The destination of the heads of q, k and v that a projection gives: q's are rotated into out, k's and v's go into the
+// cache. The heads of q and k are normed first if they have weights.
 template <class T, class S>
 struct Heads {
   const T *q_weight, *k_weight;
@@ -299,7 +303,7 @@ struct Heads {
   }
 };
 
-// The panels of a head by rows of X.
+// The panels of a head, multiplied by rows of X.
 template <class X, class W, class R, class E>
 INLINE void head_panels(const Panels<W>& w, i64 begin, i64 end, i64 after, i64 rows, R row_of, E emit) {
   gemm_panels<X>(w, begin, end, after, rows, row_of, emit);
@@ -309,9 +313,10 @@ INLINE void head_panels(const Int4Panels& w, i64 begin, i64 end, i64 after, i64 
   int4_panels(w, begin, end, after, rows, row_of, emit);
 }
 
-// x times the weight of all heads of q, k and v, each head finished where it is computed.
+// Multiplies x by the weight of all heads of q, k and v, and finishes each head where it is computed.
 template <class X, class P, class F, class T, class S>
-INLINE void project_heads(Team& team, Rows<const X> x, const P& panels, F number, const Heads<T, S>& finish, bool fetches) {
+INLINE void project_heads(Team& team, Rows<const X> x, const P& panels, F number, const Heads<T, S>& finish,
+                          bool fetches) {
   const i64 dim = finish.cache.dim, of_head = dim / 16, all = finish.count();
   const P w = panels.for_rows(finish.rows);
   const RowBlocks row_blocks = row_blocks_of<X>(finish.rows, *w.blocking);
@@ -343,13 +348,13 @@ KERNEL void qkv_rope_kv_write_int8(Team& team, Rows<const T> x, Panels<i8> w, co
   project_heads(team, x, w, FromSums<T>{scale, bias}, finish, fetches_weights<T, i8>(finish.rows));
 }
 template <class T, class S>
-KERNEL void qkv_rope_kv_write_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, Panels<i8> w, const float* scale,
-                                   const T* bias, Heads<T, S> finish) {
+KERNEL void qkv_rope_kv_write_w8a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, Panels<i8> w,
+                                   const float* scale, const T* bias, Heads<T, S> finish) {
   project_heads(team, x, w, FromIntegers<T>{x_scale, scale, bias}, finish, fetches_weights<i8, i8>(finish.rows));
 }
 template <class T, class S>
-KERNEL void qkv_rope_kv_write_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, Int4Panels w, const float* scale,
-                                   const T* bias, Heads<T, S> finish) {
+KERNEL void qkv_rope_kv_write_w4a8(Team& team, Rows<const i8> x, Rows<const float> x_scale, Int4Panels w,
+                                   const float* scale, const T* bias, Heads<T, S> finish) {
   project_heads(team, x, w, FromIntegers<T>{x_scale, scale, bias}, finish, fetches_int4(finish.rows));
 }
 
@@ -358,7 +363,7 @@ INLINE void copy_scale(const P& from, const P& to) {
   if constexpr (std::is_same_v<S, i8>) *to.scale() = *from.scale();
 }
 
-// Slot source[i] to slot target[i], in order, in every layer.
+// Copies slot source[i] to slot target[i], in order, in every layer.
 template <class S>
 void copy_slots(Cache<S> cache, const i64* source, const i64* target, i64 count) {
   for (i64 i = 0; i < count; ++i)
@@ -382,7 +387,7 @@ void copy_slots(Latent<S> cache, const i64* source, const i64* target, i64 count
     }
 }
 
-// Between a pool and the canonical form, `count` elements of either.
+// Copies `count` elements from a pool to the canonical form, or back.
 template <bool PACK, class S>
 INLINE void move(S* pool, S* canonical, i64 count) {
   if (PACK) memcpy(canonical, pool, sizeof(S) * count);
@@ -393,7 +398,7 @@ INLINE void move_scale(const P& place, S* canonical) {
   if constexpr (std::is_same_v<S, i8>) move<PACK>(reinterpret_cast<S*>(place.scale()), canonical, sizeof(float));
 }
 
-// canonical [count, layers, 2, block_size, heads, row_size], from the pool's blocks or into them.
+// Copies canonical [count, layers, 2, block_size, heads, row_size] from the pool's blocks or into them.
 template <class S, bool PACK>
 void move_blocks(Cache<S> cache, const i32* blocks, i64 count, S* canonical) {
   const i64 size = row_size<S>(cache.dim);
@@ -413,13 +418,14 @@ void move_blocks(Cache<S> cache, const i32* blocks, i64 count, S* canonical) {
             move_scale<PACK>(key, canonical + cache.dim);
           }
 }
-// canonical [count, layers, 1, block_size, 1, row_size].
+// Copies canonical [count, layers, 1, block_size, 1, row_size] from the blocks of latents or into them.
 template <class S, bool PACK>
 void move_blocks(Latent<S> cache, const i32* blocks, i64 count, S* canonical) {
   const i64 size = row_size<S>(cache.dim);
   for (i64 i = 0; i < count; ++i)
     for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer)
-      for (i64 slot = blocks[i] * cache.block_size; slot < (blocks[i] + 1) * cache.block_size; ++slot, canonical += size) {
+      for (i64 slot = blocks[i] * cache.block_size; slot < (blocks[i] + 1) * cache.block_size;
+           ++slot, canonical += size) {
         const Place<S> place = cache.at(slot);
         move<PACK>(place.row(), canonical, place.dim);
         move_scale<PACK>(place, canonical + place.dim);

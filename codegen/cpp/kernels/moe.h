@@ -10,7 +10,7 @@ constexpr i64 MAX_EXPERTS = 1024;
 enum Score { SOFTMAX, SIGMOID, CHOSEN_SOFTMAX, CHOSEN_SIGMOID, NEAR_SOFTMAX };
 enum GroupScore { MAX, TOP2_SUM };
 
-// How experts are scored and chosen: see ops/experts.py.
+// The parameters of scoring and choosing experts: see ops/experts.py.
 struct Routing {
   Score score;
   GroupScore group_score;
@@ -19,7 +19,7 @@ struct Routing {
   float scale, margin;
 };
 
-// The best `count` of values, falling, equal ones by rising index; those taken become -inf.
+// Takes the best `count` values, in descending order, equal ones by ascending index; those taken become -inf.
 template <class F>
 INLINE void take_best(float* values, i64 size, i64 count, F take) {
   for (i64 k = 0; k < count; ++k) {
@@ -40,7 +40,7 @@ INLINE void softmax(float* p, i64 count) {
   for (i64 i = 0; i < count; ++i) p[i] /= total;
 }
 
-// The softmax of the best over those near it that are still a choice.
+// The softmax of the best expert over the experts near it that can still be chosen.
 INLINE float near_softmax(const Routing& r, const float* choice, i64 best) {
   float top = choice[best], total = 0.0f;
   for (i64 e = 0; e < r.experts; ++e) {
@@ -50,7 +50,7 @@ INLINE float near_softmax(const Routing& r, const float* choice, i64 best) {
   return 1.0f / total;
 }
 
-// Experts outside of the best groups are no choice any more.
+// Excludes the experts outside of the best groups from the choice.
 INLINE void drop_groups(const Routing& r, float* choice) {
   float best[MAX_EXPERTS];
   bool kept[MAX_EXPERTS] = {};
@@ -69,7 +69,8 @@ INLINE void drop_groups(const Routing& r, float* choice) {
 }
 
 template <class T, class B>
-KERNEL void moe_routing(Team& team, Rows<const T> logits, const B* bias, i64 rows, Routing r, Rows<i32> ids, Rows<float> weights) {
+KERNEL void moe_routing(Team& team, Rows<const T> logits, const B* bias, i64 rows, Routing r, Rows<i32> ids,
+                        Rows<float> weights) {
   team.each(rows, 4, [&](i64 begin, i64 end) {
     alignas(64) float scores[MAX_EXPERTS], choice[MAX_EXPERTS];
     for (i64 row = begin; row < end; ++row) {
@@ -96,8 +97,8 @@ KERNEL void moe_routing(Team& team, Rows<const T> logits, const B* bias, i64 row
 
 enum Activation { SILU, GELU, GELU_TANH, SWIGLU_CLAMPED };
 
-// A matrix of every expert, n outputs over k. W: what it is stored in, which is T, int8 with a scale for each output, or
-// u8, four bits with an integer scale for each group of k too.
+// A matrix of every expert, n outputs over k. W is the stored type: T, int8 with a scale for each output, or u8, which
+// is four bits with an integer scale for each group of k as well.
 template <class T, class W>
 struct ExpertMatrix {
   const W* data;   // [experts, n, k] in panels
@@ -116,10 +117,10 @@ struct ExpertMatrix {
       return Panels<W>{all.panel(expert * all.count()), n, k};
     }
   }
-  INLINE i64 panels() const { return (n + 15) / 16; }  // of an expert: those of the next follow
-  // One expert's panels [begin, end) by `rows` rows of X, at most BLOCK_ROWS; emit(row, panel, 16 outputs). row_of(i) is
-  // a row's address, scale_of(i) its scale where X is int8. after: the panel that the thread goes on with, which may be a later
-  // expert's, or -1. The arithmetic is that of the linear with such operands.
+  INLINE i64 panels() const { return (n + 15) / 16; }  // panels of an expert; those of the next expert follow
+  // Multiplies one expert's panels [begin, end) by `rows` rows of X, at most BLOCK_ROWS; emit(row, panel, 16 outputs).
+  // row_of(i) is a row's address, scale_of(i) its scale where X is int8. after: the panel that the thread multiplies
+  // next, which may be a later expert's, or -1. The arithmetic is that of the linear kernel with such operands.
   template <class X, class R, class S, class E>
   INLINE void multiply(i64 expert, i64 begin, i64 end, i64 after, i64 rows, R row_of, S scale_of, E emit) const {
     auto write = [&](i64 row, i64 panel, auto acc) {
@@ -133,7 +134,7 @@ struct ExpertMatrix {
   }
 };
 
-// X: what rows are multiplied as, T or int8 with a scale each. Then each activation becomes such a row too.
+// X: the type in which rows are multiplied, T or int8 with a scale each. With int8 the activations are quantized too.
 template <class T, class W = T, class X = T>
 struct Experts {
   static constexpr bool quantizes = !std::is_same_v<T, X>;
@@ -144,7 +145,7 @@ struct Experts {
   ExpertMatrix<T, W> gate_up, down; // 2 * inter over hidden, hidden over inter
   Activation activation;
   float alpha, limit;
-  bool scale_input;  // the weight multiplies an expert's input, not its result
+  bool scale_input;  // the routing weight multiplies an expert's input, not its result
   i64 rows, top_k, experts, hidden, inter;
   Rows<T> out;
   char* work;  // moe_work_bytes(…) of scratch
@@ -157,12 +158,12 @@ struct Experts {
     up = max(min(up, set1(limit)), set1(-limit));
     return mul(mul(gate, sigmoid(mul(gate, set1(alpha)))), add(up, set1(1.0f)));
   }
-  INLINE bool scales_rows() const { return scale_input && !quantizes; }  // int8 rows are scaled by their scale
+  INLINE bool scales_rows() const { return scale_input && !quantizes; }  // of int8 rows, the scale is scaled instead
 };
 
-// Scratch of moe_experts, in this order: activations [rows * top_k, inter] T, as int8 and their scales [rows * top_k]
-// float32 if they become that, scaled inputs [rows * top_k, hidden] T if there are any, sums [rows, hidden] float32,
-// choices [rows * top_k] i32 sorted by expert, starts [experts + 1] i32. calls.py computes the same.
+// The scratch of moe_experts, in this order: activations [rows * top_k, inter] T, with int8 their quantized form and
+// scales [rows * top_k] float32, scaled inputs [rows * top_k, hidden] T if there are any, sums [rows, hidden] float32,
+// choices [rows * top_k] i32 sorted by expert, starts [experts + 1] i32. expert_calls.py computes the same size.
 template <class T, class W, class X>
 struct ExpertWork {
   T *active, *scaled = nullptr;
@@ -181,7 +182,7 @@ struct ExpertWork {
   }
 };
 
-// Choices of id -1 are another rank's, and nowhere in the result.
+// A choice with id -1 is another rank's, and does not appear here.
 template <class T, class W, class X>
 void sort_by_expert(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work) {
   memset(work.starts, 0, (m.experts + 1) * 4);
@@ -203,14 +204,16 @@ INLINE i64 next_chosen(const i32* starts, i64 experts, i64 expert) {
   return expert;
 }
 
-// Hands out `panels` of every expert's choices, four or a few times that at a time, BLOCK_ROWS rows at most:
-// f(expert, first choice, last, first panel, end, the expert whose first panel the thread goes on with or -1). Neighbouring
-// panels go to one thread: where its stream of weights breaks off, the next begins with a memory latency.
+// Hands out `panels` of every expert's choices, four or a small multiple at a time, with at most BLOCK_ROWS rows:
+// f(expert, first choice, last, first panel, end, the expert whose first panel the thread multiplies next or -1).
+// Consecutive panels go to one thread: whenever its stream of weights breaks off, the next one begins with a memory
+// latency.
 template <class T, class W, class X, class F>
 INLINE void each_block(Team& team, const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 panels, F f) {
   const i64 groups = (panels + 3) / 4;
   auto blocks = [&](i64 e) { return (work.starts[e + 1] - work.starts[e] + BLOCK_ROWS - 1) / BLOCK_ROWS; };
-  i64 items = 0, expert = -1, base = 0, limit = 0;  // items below `limit` are of experts up to `expert`, whose start at base
+  // Items below `limit` belong to experts up to `expert`, whose items start at `base`.
+  i64 items = 0, expert = -1, base = 0, limit = 0;
   for (i64 e = 0; e < m.experts; ++e) items += blocks(e) * groups;
   const i64 grain = items / (team.count * 8);
   team.each(items, grain < 1 ? 1 : grain < 4 ? grain : 4, [&](i64 item, i64 end) {
@@ -226,11 +229,11 @@ INLINE void each_block(Team& team, const Experts<T, W, X>& m, const ExpertWork<T
   });
 }
 
-// The activation of the choices [first, last) of one expert for the panels [panel, end) of columns: as many at a time as
-// there is room for their gates, four at least. after: the expert that comes next, or -1.
+// Computes the activation of the choices [first, last) of one expert for the panels [panel, end) of columns: as many at
+// a time as there is room for their gates, but at least four. after: the expert that comes next, or -1.
 template <class T, class W, class X>
-void activate(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 expert, i64 first, i64 last, i64 panel, i64 end,
-              i64 after) {
+void activate(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 expert, i64 first, i64 last, i64 panel,
+              i64 end, i64 after) {
   const i64 shift = m.inter / 16, at_once = BLOCK_ROWS / (last - first) * 4;
   alignas(64) float gate[BLOCK_ROWS * 64];
   auto row_of = [&](i64 row) -> const X* {
@@ -247,7 +250,8 @@ void activate(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 ex
     auto multiply = [&](i64 begin, i64 next, auto emit) {
       m.gate_up.template multiply<X>(expert, begin + panel, begin + stop, next, last - first, row_of, scale_of, emit);
     };
-    multiply(0, shift + panel, [&](i64 row, i64 p, Vec sums) { store(gate + row * width + (p - panel) * 16, rounded<T>(sums)); });
+    multiply(0, shift + panel,
+             [&](i64 row, i64 p, Vec sums) { store(gate + row * width + (p - panel) * 16, rounded<T>(sums)); });
     const i64 next = stop < end ? stop : after < 0 ? -1 : (after - expert) * m.gate_up.panels();
     multiply(shift, next, [&](i64 row, i64 p, Vec sums) {
       Vec value = m.active(load(gate + row * width + (p - shift - panel) * 16), rounded<T>(sums));
@@ -256,10 +260,10 @@ void activate(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 ex
   }
 }
 
-// The share of the choices [first, last) of one expert in their tokens' results: emit(token, panel, share).
+// Computes the shares of the choices [first, last) of one expert in their tokens' results: emit(token, panel, share).
 template <class T, class W, class X, class E>
-INLINE void shares(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 expert, i64 first, i64 last, i64 panel,
-                   i64 end, E emit) {
+INLINE void shares(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i64 expert, i64 first, i64 last,
+                   i64 panel, i64 end, E emit) {
   auto row_of = [&](i64 row) -> const X* {
     if constexpr (std::is_same_v<T, X>) return work.active + (first + row) * m.inter;
     else return work.quantized + (first + row) * m.inter;
@@ -267,15 +271,16 @@ INLINE void shares(const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work, i
   auto scale_of = [&](i64 row) { return work.scales[first + row]; };
   const i64 next = next_chosen(work.starts, m.experts, expert);
   const i64 after = next < m.experts ? (next - expert) * m.down.panels() + panel : -1;
-  m.down.template multiply<X>(expert, panel, end, after, last - first, row_of, scale_of, [&](i64 row, i64 p, Vec result) {
-    const i64 choice = work.choices[first + row], token = choice / m.top_k;
-    const float weight = m.scale_input ? 1.0f : m.weights[token][choice % m.top_k];
-    emit(token, p, mul(rounded<T>(result), set1(weight)));
-  });
+  m.down.template multiply<X>(expert, panel, end, after, last - first, row_of, scale_of,
+                              [&](i64 row, i64 p, Vec result) {
+                                const i64 choice = work.choices[first + row], token = choice / m.top_k;
+                                const float weight = m.scale_input ? 1.0f : m.weights[token][choice % m.top_k];
+                                emit(token, p, mul(rounded<T>(result), set1(weight)));
+                              });
 }
 
-// Groups of four panels of a result that go to a thread at a time: for few rows, whose sums stay in the first-level cache, all
-// that it has, so that what it reads of an expert lies together.
+// The groups of four panels of a result that go to a thread at a time. For few rows, whose sums stay in the first-level
+// cache, these are all of its groups, so that what it reads of an expert is contiguous.
 template <class T, class W, class X>
 INLINE i64 combined_groups(const Team& team, const Experts<T, W, X>& m) {
   const i64 groups = (m.hidden + 63) / 64, share = groups / team.count, fits = 128 / (m.rows + 1);
@@ -283,7 +288,7 @@ INLINE i64 combined_groups(const Team& team, const Experts<T, W, X>& m) {
   return most < 1 ? 1 : most;
 }
 
-// A token's shares are added in rising expert, whoever computes them: a column of sums belongs to one thread.
+// A token's shares are added in ascending order of experts by any thread: a column of sums belongs to one thread.
 template <class T, class W, class X>
 void combine(Team& team, const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work) {
   const i64 panels = (m.hidden + 15) / 16;
@@ -299,11 +304,12 @@ void combine(Team& team, const Experts<T, W, X>& m, const ExpertWork<T, W, X>& w
                  store(sum, add(load(sum, m.hidden - p * 16), share), m.hidden - p * 16);
                });
     for (i64 row = 0; row < m.rows; ++row)
-      for (i64 i = column; i < stop; i += LANES) store(m.out[row] + i, load(work.sums + row * m.hidden + i, stop - i), stop - i);
+      for (i64 i = column; i < stop; i += LANES)
+        store(m.out[row] + i, load(work.sums + row * m.hidden + i, stop - i), stop - i);
   });
 }
 
-// What a thread reads first in `combine`.
+// The memory that a thread reads first in `combine`.
 template <class T, class W, class X>
 INLINE Ahead first_combined(const Team& team, const Experts<T, W, X>& m, const ExpertWork<T, W, X>& work) {
   if (work.starts[m.experts] == 0) return {};

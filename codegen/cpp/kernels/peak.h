@@ -1,4 +1,4 @@
-// What products are measured against: the arithmetic that threads do when nothing else is in the way.
+// The peak that products are measured against: the arithmetic of threads that nothing else slows down.
 #pragma once
 #include "amx.h"
 #include "dot.h"
@@ -9,11 +9,11 @@ namespace inferc {
 #if defined(__AVX512F__)
 constexpr int BUSY_ROWS = 12;
 #else
-constexpr int BUSY_ROWS = 5;  // as many sums as registers hold
+constexpr int BUSY_ROWS = 5;  // as many sums as the registers hold
 #endif
 
-// Numbers of either sign with bits as those of weights: a processor that multiplies zeros draws less power, and may run at
-// a clock that no product reaches (3.1 against 2.2 TFLOP/s a core were measured).
+// Fills `to` with numbers of either sign whose bits vary as those of weights do. A processor that multiplies zeros
+// draws less power, and may run at a clock that no product reaches (3.1 against 2.2 TFLOP/s per core were measured).
 template <class T>
 INLINE void fill_with_numbers(T* to, i64 count) {
   u32 state = 1;
@@ -24,19 +24,19 @@ INLINE void fill_with_numbers(T* to, i64 count) {
   }
 }
 
-// `rounds` lines of weights, all the same one, times rows in registers; returns the operations.
+// Multiplies `rounds` lines of weights, all the same line, by rows in registers; returns the number of operations.
 template <class T>
 __attribute__((noinline)) i64 busy(i64 rounds) {
   alignas(64) T line[16 * Dot<T>::unit];
   alignas(64) float results[16] = {};
   fill_with_numbers(line, 16 * Dot<T>::unit);
-  asm volatile("" : "+m"(line));  // not known when it is compiled
+  asm volatile("" : "+m"(line));  // hides the value from the compiler
   typename Dot<T>::Sum sums[BUSY_ROWS];
   for (auto& sum : sums) sum = Dot<T>::start(0, results, true);
   auto row = Dot<T>::left(line);
   for (i64 i = 0; i < rounds; ++i) {
     const T* next = line;
-    asm volatile("" : "+r"(next));  // read anew, as another line would be
+    asm volatile("" : "+r"(next));  // makes the compiler load it again, as another line would be
     auto b = Dot<T>::right(next);
     for (auto& sum : sums) sum = Dot<T>::step(sum, row, b);
   }
@@ -48,7 +48,7 @@ __attribute__((noinline)) i64 busy(i64 rounds) {
   return rounds * BUSY_ROWS * 16 * Dot<T>::unit * 2;
 }
 
-// The same with tiles: two of rows times two of weights.
+// The peak on tiles: two tiles of rows times two tiles of weights; returns the number of operations.
 template <class T>
 __attribute__((noinline)) i64 busy_tiles(i64 rounds) {
   constexpr i64 size = TILE_BYTES / i64(sizeof(T));
@@ -74,7 +74,7 @@ __attribute__((noinline)) i64 busy_tiles(i64 rounds) {
   return rounds * 4 * TILE_HEIGHT * TILE_HEIGHT * (TILE_LINE / i64(sizeof(T))) * 2;
 }
 
-// Of all threads together.
+// The operations of all threads together.
 template <class T>
 i64 busy_team(void* threads, i64 rounds) {
   std::atomic<i64> operations{0};

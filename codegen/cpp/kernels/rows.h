@@ -1,4 +1,4 @@
-// What works on one row at a time: lookups, norms, activations, elementwise arithmetic.
+// Kernels that work on one row at a time: lookups, norms, activations, elementwise arithmetic.
 #pragma once
 #include <initializer_list>
 
@@ -6,7 +6,7 @@
 
 namespace inferc {
 
-// The next `count` of what lies at `at`, which moves behind them, to a multiple of 64.
+// Returns the next `count` elements of the memory at `at`, and moves that after them, to a multiple of 64 bytes.
 template <class I>
 INLINE I* take(char*& at, i64 count) {
   I* from = reinterpret_cast<I*>(at);
@@ -14,7 +14,7 @@ INLINE I* take(char*& at, i64 count) {
   return from;
 }
 
-// Rows per ticket so that a piece is worth taking (a few thousand elements).
+// The rows per ticket that make a piece large enough to be worth taking (a few thousand elements).
 INLINE i64 row_grain(i64 width) { return width >= 4096 ? 1 : 4096 / width; }
 
 template <class T, class I>
@@ -24,7 +24,7 @@ KERNEL void embedding(Team& team, const T* table, const I* ids, i64 rows, i64 wi
   });
 }
 
-// The same out of the panels that the tied LM head multiplies by.
+// Looks rows up in the panels that the tied LM head multiplies by.
 template <class T>
 KERNEL void embedding_panel(Team& team, Panels<T> table, const i32* ids, i64 rows, Rows<T> out) {
   constexpr i64 unit = Dot<T>::unit;
@@ -37,9 +37,10 @@ KERNEL void embedding_panel(Team& team, Panels<T> table, const i32* ids, i64 row
   });
 }
 
-// Rows in int8, times the scale of each.
+// Looks up rows in int8, and multiplies each by its scale.
 template <class T, class I>
-KERNEL void embedding_int8(Team& team, const i8* table, const float* scale, const I* ids, i64 rows, i64 width, Rows<T> out) {
+KERNEL void embedding_int8(Team& team, const i8* table, const float* scale, const I* ids, i64 rows, i64 width,
+                           Rows<T> out) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
       const i8* from = table + i64(ids[row]) * width;
@@ -48,7 +49,8 @@ KERNEL void embedding_int8(Team& team, const i8* table, const float* scale, cons
   });
 }
 template <class T>
-KERNEL void embedding_panel_int8(Team& team, Panels<i8> table, const float* scale, const i32* ids, i64 rows, Rows<T> out) {
+KERNEL void embedding_panel_int8(Team& team, Panels<i8> table, const float* scale, const i32* ids, i64 rows,
+                                 Rows<T> out) {
   team.each(rows, 1, [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
       const i8* from = table.panel(ids[row] / 16) + ids[row] % 16 * 4;
@@ -64,14 +66,14 @@ KERNEL void index_select(Team& team, Rows<const T> x, const i32* index, i64 rows
   });
 }
 
-// One of the values that are put side by side: [rows, heads * width], or one head for all of them.
+// One of the values that are concatenated: [rows, heads * width], or one head that is used for all heads.
 template <class T>
 struct Part {
   Rows<const T> data;
   i64 width, heads;
 };
 
-// The parts of each head side by side: out [rows, heads * the widths' sum].
+// Concatenates the parts of each head: out [rows, heads * the sum of the widths].
 template <class T>
 KERNEL void cat(Team& team, i64 rows, i64 heads, std::initializer_list<Part<T>> parts, Rows<T> out) {
   i64 total = 0;
@@ -81,14 +83,15 @@ KERNEL void cat(Team& team, i64 rows, i64 heads, std::initializer_list<Part<T>> 
       i64 column = 0;
       for (const Part<T>& part : parts) {
         for (i64 head = 0; head < heads; ++head)
-          memcpy(out[row] + head * total + column, part.data[row] + head % part.heads * part.width, part.width * sizeof(T));
+          memcpy(out[row] + head * total + column, part.data[row] + head % part.heads * part.width,
+                 part.width * sizeof(T));
         column += part.width;
       }
     }
   });
 }
 
-// Heads of `had` elements as heads of `dim`: cut, or zeros behind their last.
+// Changes heads of `had` elements to heads of `dim`: cut, or padded with zeros.
 template <class T>
 KERNEL void resize_heads(Team& team, Rows<const T> x, i64 rows, i64 heads, i64 had, i64 dim, Rows<T> out) {
   const i64 kept = had < dim ? had : dim;
@@ -101,7 +104,7 @@ KERNEL void resize_heads(Team& team, Rows<const T> x, i64 rows, i64 heads, i64 h
   });
 }
 
-// f(a, b) in float32, rounded once.
+// Computes f(a, b) in float32, rounded once.
 template <class T, class F>
 INLINE void zip(Team& team, Rows<const T> a, Rows<const T> b, i64 rows, i64 width, Rows<T> out, F f) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
@@ -138,17 +141,18 @@ KERNEL void mul_scalar(Team& team, Rows<const T> a, float b, i64 rows, i64 width
   zip<T>(team, a, a, rows, width, out, [b](Vec x, Vec) { return mul(x, set1(b)); });
 }
 
-// Generated arithmetic: f(row, part, i, n) gives n elements from i on of one of the `parts` of a row, of `width` each.
+// Generated arithmetic: f(row, part, i, n) gives n elements from i on, of one of the `parts` of a row of `width` each.
 template <class T, class F>
 INLINE void pointwise(Team& team, i64 rows, i64 parts, i64 width, Rows<T> out, F f) {
   team.each(rows, row_grain(parts * width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row)
       for (i64 part = 0; part < parts; ++part)
-        for (i64 i = 0; i < width; i += LANES) store(out[row] + part * width + i, f(row, part, i, width - i), width - i);
+        for (i64 i = 0; i < width; i += LANES)
+          store(out[row] + part * width + i, f(row, part, i, width - i), width - i);
   });
 }
 
-// How a norm ends: see ops/norms.py. `early`: round the normalised x before it is scaled.
+// The parameters of a norm: see ops/norms.py. `early`: round the normalised x before it is scaled.
 struct Norm {
   float eps, offset;
   bool early;
@@ -175,9 +179,10 @@ INLINE void norm_row(const T* x, const T* weight, const Norm& norm, i64 width, T
   else is_plain ? run.template operator()<true, false>() : run.template operator()<false, false>();
 }
 
-// Each of `parts` consecutive pieces of `width` elements of a row is normalised on its own (heads, or the whole row).
+// Normalises each of `parts` consecutive pieces of `width` elements of a row on its own (heads, or the whole row).
 template <class T>
-KERNEL void rms_norm(Team& team, Rows<const T> x, const T* weight, Norm norm, i64 rows, i64 parts, i64 width, Rows<T> out) {
+KERNEL void rms_norm(Team& team, Rows<const T> x, const T* weight, Norm norm, i64 rows, i64 parts, i64 width,
+                     Rows<T> out) {
   team.each(rows * parts, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       i64 row = i / parts, part = i % parts * width;
@@ -216,10 +221,10 @@ INLINE void layer_norm_row(const T* x, const T* weight, const T* bias, float eps
   each_vector(width, [&](i64 i, auto n) { store(out + i, normed(i, n), n); });
 }
 
-// Weights and biases (or null) of part p of a row start at p * own elements.
+// The weights and biases (or null) of part p of a row start at p * own elements.
 template <class T>
-KERNEL void layer_norm(Team& team, Rows<const T> x, const T* weight, const T* bias, float eps, i64 rows, i64 parts, i64 width,
-                       i64 own, Rows<T> out) {
+KERNEL void layer_norm(Team& team, Rows<const T> x, const T* weight, const T* bias, float eps, i64 rows, i64 parts,
+                       i64 width, i64 own, Rows<T> out) {
   team.each(rows * parts, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
       i64 row = i / parts, part = i % parts;
@@ -235,10 +240,10 @@ INLINE void add_row(const T* x, const T* residual, i64 width, T* total) {
   each_vector(width, [&](i64 i, auto n) { store(total + i, add(load(x + i, n), load(residual + i, n)), n); });
 }
 
-// total = x + residual, rounded, and its norm. total may be where residual or x is.
+// Computes total = x + residual, rounded, and its norm. `total` may be the same memory as `residual` or `x`.
 template <class T>
-KERNEL void rms_norm_add(Team& team, Rows<const T> x, Rows<const T> residual, const T* weight, Norm norm, i64 rows, i64 width,
-                         Rows<T> out, Rows<T> total) {
+KERNEL void rms_norm_add(Team& team, Rows<const T> x, Rows<const T> residual, const T* weight, Norm norm, i64 rows,
+                         i64 width, Rows<T> out, Rows<T> total) {
   team.each(rows, row_grain(width), [&](i64 begin, i64 end) {
     for (i64 row = begin; row < end; ++row) {
       add_row(x[row], residual[row], width, total[row]);

@@ -1,6 +1,6 @@
-// From logits to token ids: processors, filters, the draw, log-probabilities. A row depends on nothing but its own
-// logits, parameters and state. It is cut into parts, and what is found of each is put together in rising order: neither
-// who works on a part nor how many do changes a bit.
+// Sampling, from logits to token ids: logits processors, filters, the draw, log-probabilities. A row depends only on
+// its own logits, parameters and state. It is cut into parts whose results are combined in ascending order: neither
+// which threads work on a part nor how many they are changes a bit.
 #pragma once
 #include "inferc_abi.h"
 #include "rows.h"
@@ -8,7 +8,7 @@
 namespace inferc {
 
 constexpr i64 PART = 1024;
-constexpr int PIVOTS = 7;  // of `threshold`, in one pass
+constexpr int PIVOTS = 7;  // pivots of `threshold` in one pass
 
 // Philox 4x32-10: four random words that are a pure function of key and counter.
 // Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3.
@@ -22,7 +22,7 @@ inline void philox(u64 key, u64 counter, u32 (&out)[4]) {
   memcpy(out, c, sizeof c);
 }
 
-// Uniform in [0, 1), 53 bits.
+// A uniform number in [0, 1), with 53 bits.
 inline double uniform(u64 seed, u64 counter) {
   u32 words[4];
   philox(seed, counter, words);
@@ -31,7 +31,7 @@ inline double uniform(u64 seed, u64 counter) {
 
 // ------------------------------------------------------------------------------------------ a row and who works on it
 
-// All threads of a team, each on neighbouring parts, or one thread alone.
+// The threads that work on a row: all threads of a team, each on consecutive parts, or one thread alone.
 struct Crew {
   Team* team;  // null: one thread
   INLINE bool leads() const { return !team || team->tid == 0; }
@@ -40,7 +40,7 @@ struct Crew {
   INLINE void meet() const {
     if (team) team->barrier();
   }
-  // f(first part, end) of this thread: the same ones every time, so that its cache has them.
+  // Calls f(first part, end) for the parts of this thread: always the same ones, so that its cache holds them.
   template <class F>
   INLINE void share(i64 parts, F f) const {
     const int thread = team ? team->tid : 0;
@@ -48,13 +48,13 @@ struct Crew {
   }
 };
 
-// Scratch of a row of `vocab` logits; codegen/cpp/emit.py has its size.
+// The scratch of a row of `vocab` logits; codegen/cpp/emit.py computes its size.
 struct RowWork {
-  float *x, *list;  // logits as they were processed; numbers of which one is a threshold
-  float* tops;      // [parts][16]: the largest at each of 16 places
+  float *x, *list;  // the processed logits; numbers among which a threshold is searched
+  float* tops;      // [parts][16]: the largest number at each of 16 places
   double* mass;     // [parts]
   i32 *ties, *listed;  // [parts]
-  float* least;     // what the leader found
+  float* least;     // the result of the leader
   double* above;
   RowWork(char* at, i64 vocab) {
     const i64 parts = (vocab + PART - 1) / PART;
@@ -71,23 +71,23 @@ struct Parted {
   i64 n;
   INLINE i64 parts() const { return (n + PART - 1) / PART; }
   INLINE i64 end(i64 part) const { return (part + 1) * PART < n ? (part + 1) * PART : n; }
-  // The next 16, -inf behind the last.
+  // The 16 numbers from i on, with -inf after the last.
   INLINE Vec at(i64 i) const {
     if (i + LANES <= n) return load(x + i);
     const Vec none = set1(-__builtin_inff());
     return i < n ? keep(load(x + i, n - i), 0, int(n - i), none) : none;
   }
-  // Which of the 16 from i on there are.
+  // Which of the 16 numbers from i on exist.
   INLINE u32 there(i64 i) const { return i + LANES <= n ? 0xffffu : (1u << (n - i)) - 1; }
-  // f(i) for every 16 of a part.
+  // Calls f(i) for every 16 numbers of a part.
   template <class F>
   INLINE void each(i64 part, F f) const {
     for (i64 i = part * PART, stop = end(part); i < stop; i += LANES) f(i);
   }
 };
 
-// f(row, crew, scratch) for every row. A thread takes one after the other, or all work on one where they would not find
-// rows for half of them. scratch[thread] is of one thread.
+// Calls f(row, crew, scratch) for every row. Each thread takes whole rows, or all threads work on one row if there
+// would be rows for less than half of them. scratch[thread] belongs to one thread.
 template <class F>
 INLINE void each_row(Team& team, i64 rows, Rows<char> scratch, F f) {
   const i64 left = rows % team.count, alone = 2 * left <= team.count ? rows - left : rows;
@@ -98,9 +98,10 @@ INLINE void each_row(Team& team, i64 rows, Rows<char> scratch, F f) {
   }
 }
 
-// ------------------------------------------------------------------------------------------ the largest, and thresholds
+// ------------------------------------------------------------------------------------------ the largest, and
+// thresholds
 
-// The largest at each of 16 places of every part. NaN never wins.
+// Finds the largest number at each of 16 places of every part. NaN is never the largest.
 INLINE void find_tops(const Crew& crew, const Parted& row, const RowWork& work) {
   crew.share(row.parts(), [&](i64 part, i64 stop) {
     for (; part < stop; ++part) {
@@ -124,12 +125,12 @@ INLINE float largest(const RowWork& work, i64 parts) {
   return maximum(top);
 }
 
-// Whether a part may hold a number that is at least `value`.
+// Whether a part may contain a number of at least `value`.
 INLINE bool reaches(const RowWork& work, i64 part, float value) {
   return lanes_at_least(load(work.tops + part * LANES), set1(value)) != 0;
 }
 
-// Where the first number is that equals `value`; 0 if there is none.
+// The index of the first number equal to `value`; 0 if there is none.
 inline i64 first_of(const Parted& row, const RowWork& work, float value) {
   for (i64 part = 0; part < row.parts(); ++part) {
     if (!reaches(work, part, value)) continue;
@@ -139,7 +140,7 @@ inline i64 first_of(const Parted& row, const RowWork& work, float value) {
   return 0;
 }
 
-// Integers in the order of the floats, and back.
+// Converts floats to integers in the same order, and back.
 INLINE i32 order_of(float x) {
   i32 bits;
   memcpy(&bits, &x, 4);
@@ -152,7 +153,7 @@ INLINE float of_order(i32 order) {
   return x;
 }
 
-// Cuts [low, high] in eight, evenly by size, or by the order of floats where that is asked or sizes leave no room.
+// Cuts [low, high] in eight parts: evenly, or by the order of floats if that is asked or an even cut has no room.
 INLINE void set_pivots(float low, float high, bool by_order, float (&pivots)[PIVOTS]) {
   for (int j = 0; j < PIVOTS && !by_order; ++j) {
     pivots[j] = low + (high - low) * (float(j + 1) / (PIVOTS + 1));
@@ -163,9 +164,10 @@ INLINE void set_pivots(float low, float high, bool by_order, float (&pivots)[PIV
     pivots[j] = of_order(i32(first + (range * (j + 1) + PIVOTS) / (PIVOTS + 1)));
 }
 
-// The largest number of the first `count` of a list such that those not below it weigh at least `target`: each weighs 1,
-// or itself if MASS. `above` gets what those above it weigh. The smallest one if all together weigh less. The list has
-// room for 16 more, no NaN, and is used up: each pass keeps of it what lies between two of several pivots.
+// Returns the largest number of the first `count` of a list such that the numbers not below it weigh at least `target`;
+// each weighs 1, or itself if MASS. `above` gets the weight of the numbers above it. If all together weigh less, it is
+// the smallest number. The list has room for 16 more and no NaN, and is overwritten: each pass keeps the numbers
+// between two of several pivots.
 template <bool MASS>
 float threshold(float* list, i64 count, double target, double& above) {
   using Sum = std::conditional_t<MASS, Wide, Vec>;
@@ -180,7 +182,7 @@ float threshold(float* list, i64 count, double target, double& above) {
       bottom = min(keep(v, 0, count - i < LANES ? int(count - i) : LANES, bottom), bottom);
     }
     const float low = -maximum(sub(zero(), bottom)), high = maximum(top);
-    if (!(low < high)) return low;  // all that is left are equal
+    if (!(low < high)) return low;  // all numbers that are left are equal
     float pivots[PIVOTS];
     set_pivots(low, high, by_order, pivots);
     Sum sums[PIVOTS] = {};
@@ -209,7 +211,8 @@ float threshold(float* list, i64 count, double target, double& above) {
   }
 }
 
-// Puts what is at least `from` in the parts [part, stop) one behind the other, with room for as many as there are, and 16.
+// Stores the numbers of at least `from` in the parts [part, stop) without gaps, where there is room for all of them and
+// 16.
 INLINE i64 collect(const Parted& row, const RowWork& work, i64 part, i64 stop, float from, float* list) {
   i64 count = 0;
   for (; part < stop; ++part) {
@@ -222,7 +225,8 @@ INLINE i64 collect(const Parted& row, const RowWork& work, i64 part, i64 stop, f
   return count;
 }
 
-// The k-th largest of a row, by one thread; `above`: how many are larger. A k-th largest of any maxima is a lower bound.
+// Finds the k-th largest number of a row, by one thread; `above`: how many are larger. The k-th largest of any maxima
+// is a lower bound.
 inline float kth_largest(const Parted& row, const RowWork& work, i64 k, double& above) {
   const i64 parts = row.parts();
   float bound = -__builtin_inff();
@@ -236,7 +240,7 @@ inline float kth_largest(const Parted& row, const RowWork& work, i64 k, double& 
 
 // ------------------------------------------------------------------------------------------ what may be drawn
 
-// Numbers p, of which the largest is 1, in proportion to the probabilities; those of logits below `least` are 0.
+// Numbers p in proportion to the probabilities, the largest of which is 1; those of logits below `least` are 0.
 struct Odds {
   Parted row;
   float top, scale, least;
@@ -245,20 +249,20 @@ struct Odds {
     const Vec x = row.at(i);
     return at_least(x, set1(least), of(x));
   }
-  // All logits that give a p of `low` or more are at least this, and some with a little less.
+  // A bound: all logits with a p of `low` or more are at least this, as are some with a slightly smaller p.
   INLINE float from(float low) const {
     const float x = low >= __FLT_MIN__ ? top + (logf(low) - 0.001f) / scale : least;
     return x > least ? x : least;
   }
 };
 
-// Tokens with p above `above`, and of those with that p the first `ties`.
+// The cut of tokens: those with p above `above`, and the first `ties` of those with p equal to it.
 struct Cut {
   float above = 0.0f;
   i64 ties = 0;
 };
 
-// What all tokens of a part weigh. Four p are added in float before they are in double.
+// The weight of all tokens of a part. Four p are added in float before they are added in double.
 INLINE double weight_of(const Odds& odds, i64 part) {
   Wide mass = {};
   for (i64 i = part * PART; i < odds.row.end(part); i += 4 * LANES)
@@ -266,7 +270,7 @@ INLINE double weight_of(const Odds& odds, i64 part) {
   return sum(mass);
 }
 
-// What tokens above the cut weigh, and how many lie at it, part by part.
+// The weight of the tokens above the cut, and the number of tokens at the cut, for each part.
 INLINE void weigh(const Crew& crew, const Odds& odds, Cut cut, const RowWork& work) {
   const Vec at = set1(cut.above), from = set1(odds.from(cut.above));
   const bool all = cut.above == 0.0f && odds.least == -__builtin_inff();
@@ -296,8 +300,8 @@ INLINE double total_mass(const RowWork& work, i64 parts) {
   return total;
 }
 
-// Where top-p cuts, of what top-k left, which weighs `mass`. Too small to matter is what would not reach the rest of the
-// mass if all were twice its size.
+// Finds the top-p cut among the tokens that top-k left, which weigh `mass`. A number is ignored as too small if even a
+// whole row of twice its size would not reach the rest of the mass.
 INLINE Cut nucleus(const Crew& crew, const Odds& odds, double mass, float top_p, const RowWork& work) {
   const Parted& row = odds.row;
   const double target = mass * double(top_p);
@@ -326,7 +330,7 @@ INLINE Cut nucleus(const Crew& crew, const Odds& odds, double mass, float top_p,
   return {*work.least, room > 1.0 ? i64(ceil(room < most ? room : most)) : 1};  // at least one
 }
 
-// The token where the running sum of what may be drawn passes u times all of it. By one thread.
+// Returns the token at which the running sum of the tokens that may be drawn passes u times the total. By one thread.
 inline i64 draw(const Odds& odds, Cut cut, double u, const RowWork& work) {
   const Parted& row = odds.row;
   const i64 parts = row.parts();
@@ -339,7 +343,7 @@ inline i64 draw(const Odds& odds, Cut cut, double u, const RowWork& work) {
     total += work.mass[part], ties -= taken;
     if (work.mass[part] > 0.0) last = part;
   }
-  if (last < 0) return first_of(row, work, odds.top);  // a min-p above 1
+  if (last < 0) return first_of(row, work, odds.top);  // min-p was above 1
   const double goal = u * total;
   double seen = 0.0;
   i64 part = 0;
@@ -352,7 +356,7 @@ inline i64 draw(const Odds& odds, Cut cut, double u, const RowWork& work) {
     const float each = p[i - part * PART];
     if (!(each > cut.above) && !(each == cut.above && ties-- > 0)) continue;
     seen += double(each);
-    chosen = i;  // and stays so should rounding leave nobody
+    chosen = i;  // the last token stays chosen if rounding leaves none
   }
   return chosen;
 }
@@ -361,7 +365,7 @@ inline i64 draw(const Odds& odds, Cut cut, double u, const RowWork& work) {
 
 INLINE bool has_list(const i32* starts, i64 row) { return starts && starts[row] < starts[row + 1]; }
 
-// Penalties, bias and masks: x becomes what the choice is made from. False if there is nothing to do.
+// Applies penalties, bias and masks: x becomes the processed logits. Returns false if there is nothing to do.
 inline bool process(const Crew& crew, const SampleArgs& a, i64 row, const float* logits, float* x) {
   const i64 n = a.vocab_size;
   const float repetition = a.repetition_penalty[row], presence = a.presence_penalty[row];
@@ -382,26 +386,29 @@ inline bool process(const Crew& crew, const SampleArgs& a, i64 row, const float*
     i64 i = part * PART;
     if (i >= end) return;
     memcpy(x + i, logits + i, (end - i) * sizeof(float));
-    for (; penalties && i < end; i += LANES)  // nearly all tokens never occurred
+    for (; penalties && i < end; i += LANES)  // nearly all tokens have not occurred
       if (i + LANES > end || any(iload(counts + i)))
         for (i64 j = i; j < i + LANES && j < end; ++j) punish(j);
   });
   crew.meet();
   if (crew.leads()) {
-    for (i64 j = biased ? a.bias_starts[row] : 0; biased && j < a.bias_starts[row + 1]; ++j) x[a.bias_ids[j]] += a.bias_values[j];
+    for (i64 j = biased ? a.bias_starts[row] : 0; biased && j < a.bias_starts[row + 1]; ++j)
+      x[a.bias_ids[j]] += a.bias_values[j];
     if (allowed) {
-      i64 at = 0;  // ids are rising
+      i64 at = 0;  // ids are ascending
       for (i64 j = a.allowed_starts[row]; j < a.allowed_starts[row + 1]; at = a.allowed_ids[j++] + 1)
         for (i64 i = at; i < a.allowed_ids[j]; ++i) x[i] = -__builtin_inff();
       for (i64 i = at; i < n; ++i) x[i] = -__builtin_inff();
     }
-    for (i64 j = banned ? a.banned_starts[row] : 0; banned && j < a.banned_starts[row + 1]; ++j) x[a.banned_ids[j]] = -__builtin_inff();
+    for (i64 j = banned ? a.banned_starts[row] : 0; banned && j < a.banned_starts[row + 1]; ++j)
+      x[a.banned_ids[j]] = -__builtin_inff();
   }
   crew.meet();
   return true;
 }
 
-// Draws from softmax(x / temperature) after top-k, top-p (of what top-k left) and min-p. The leader's result counts.
+// Draws from softmax(x / temperature) after top-k, top-p (of the tokens that top-k left) and min-p. The leader's result
+// counts.
 inline i64 choose(const Crew& crew, const SampleArgs& a, i64 row, const Parted& x, float top, const RowWork& work) {
   const float scale = 1.0f / a.temperature[row];
   Odds odds{x, top, scale < __FLT_MAX__ ? scale : __FLT_MAX__, -__builtin_inff()};
@@ -421,13 +428,13 @@ inline i64 choose(const Crew& crew, const SampleArgs& a, i64 row, const Parted& 
   return crew.leads() ? draw(odds, cut, uniform(a.seeds[row], a.counters[row]), work) : 0;
 }
 
-// log(sum(exp(x))) of a row whose tops are found. The leader's result counts.
+// Computes log(sum(exp(x))) of a row whose tops are known. The leader's result counts.
 INLINE double log_sum_exp(const Crew& crew, const Parted& row, float top, const RowWork& work) {
   weigh(crew, Odds{row, top, 1.0f, -__builtin_inff()}, Cut{}, work);
   return crew.leads() ? double(top) + log(total_mass(work, row.parts())) : 0.0;
 }
 
-// The `wanted` largest of a row, falling, equal ones by rising id. By one thread.
+// Finds the `wanted` largest numbers of a row, in descending order, equal ones by ascending id. By one thread.
 inline void most_likely(const Parted& row, const RowWork& work, i64 wanted, i32* ids, float* values) {
   double above = 0.0;
   const float least = kth_largest(row, work, wanted, above);
@@ -447,8 +454,9 @@ inline void most_likely(const Parted& row, const RowWork& work, i64 wanted, i32*
   }
 }
 
-// The chosen token's log-probability and rank, and the most likely tokens, all from the raw logits, whose tops are found.
-inline void report(const Crew& crew, const SampleArgs& a, i64 row, const Parted& logits, i64 chosen, const RowWork& work) {
+// Writes the chosen token's log-probability and rank, and the most likely tokens, from raw logits whose tops are known.
+inline void report(const Crew& crew, const SampleArgs& a, i64 row, const Parted& logits, i64 chosen,
+                   const RowWork& work) {
   const i64 most = a.num_logprobs[row] < a.max_top ? a.num_logprobs[row] : a.max_top;
   const i64 wanted = most < logits.n ? most : logits.n;
   const double norm = log_sum_exp(crew, logits, largest(work, logits.parts()), work);
@@ -465,14 +473,16 @@ inline void report(const Crew& crew, const SampleArgs& a, i64 row, const Parted&
   for (i64 i = 0; i < wanted; ++i) values[i] = float(values[i] - norm);
 }
 
-// The leader's result counts: the id, or -1 if the logits hold no finite largest value.
+// Samples one row: the id, or -1 if the logits hold no finite largest value. The leader's result counts.
 inline i64 sample_row(const Crew& crew, const SampleArgs& a, i64 row, const float* logits, const RowWork& work) {
   const bool changed = process(crew, a, row, logits, work.x);
   const Parted raw{logits, a.vocab_size}, x{changed ? work.x : logits, a.vocab_size};
   find_tops(crew, x, work);
   const float top = largest(work, x.parts());
   if (!(top > -__builtin_inff() && top < __builtin_inff())) return -1;
-  const i64 chosen = a.temperature[row] > 0.0f ? choose(crew, a, row, x, top, work) : crew.leads() ? first_of(x, work, top) : 0;
+  const i64 chosen = a.temperature[row] > 0.0f ? choose(crew, a, row, x, top, work)
+                     : crew.leads()            ? first_of(x, work, top)
+                                               : 0;
   if (a.num_logprobs[row] > 0) {
     crew.meet();  // the leader has drawn
     if (changed) find_tops(crew, raw, work);
@@ -481,9 +491,11 @@ inline i64 sample_row(const Crew& crew, const SampleArgs& a, i64 row, const floa
   return chosen;
 }
 
-// Rows [first, first + rows) of the step; logits' row 0 is row `first`. A row that fails leaves the others alone. A
-// slot's rows are neighbours: it goes on with the id of the last one, whichever thread samples the others when.
-inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Rows<const float> logits, Rows<char> scratch) {
+// Samples rows [first, first + rows) of the step; row 0 of `logits` is row `first`. A row that fails leaves the others
+// alone. A slot's rows are consecutive: the slot continues with the id of the last one, whichever thread samples the
+// others and when.
+inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Rows<const float> logits,
+                        Rows<char> scratch) {
   each_row(team, rows, scratch, [&](i64 i, const Crew& crew, char* own) {
     const i64 row = first + i, chosen = sample_row(crew, a, row, logits[i], RowWork(own, a.vocab_size));
     if (!crew.leads()) return;
@@ -495,7 +507,8 @@ inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Ro
   });
 }
 
-inline void score_rows(Team& team, const ScoreArgs& a, i64 first, i64 rows, Rows<const float> logits, Rows<char> scratch) {
+inline void score_rows(Team& team, const ScoreArgs& a, i64 first, i64 rows, Rows<const float> logits,
+                       Rows<char> scratch) {
   each_row(team, rows, scratch, [&](i64 i, const Crew& crew, char* own) {
     const Parted row{logits[i], a.vocab_size};
     const RowWork work(own, a.vocab_size);

@@ -1,5 +1,5 @@
-// Sixteen float32 lanes, the same functions on every instruction set: those that take its instructions are in simd_x86.h
-// and simd_arm.h, here is what is made of them.
+// Vectors of sixteen float32 lanes with the same functions on every instruction set. The functions that need its own
+// instructions are in simd_x86.h and simd_arm.h; those made of them are here.
 // Everything is an explicit instruction in a fixed order: a lane's result never depends on the other lanes.
 #pragma once
 #include <math.h>
@@ -9,7 +9,8 @@
 #include <type_traits>
 
 #define INLINE inline __attribute__((always_inline))
-// What generated code calls: compiled apart from it, so g++ may draw nothing from a body that it happens to see.
+// Kernels that generated code calls are compiled in other units, so g++ must not derive anything from a body it can
+// see.
 #if defined(__GNUC__) && !defined(__clang__)
 #define KERNEL __attribute__((noipa))
 #else
@@ -54,9 +55,10 @@ constexpr int LANES = 16;
 
 }  // namespace inferc
 
-// Of a Vec: load, store, add … less, `keep` (lanes [low, high) of x, `other` elsewhere), `scale2` (x * 2^n for whole n; too
-// small becomes 0), `sum` and `maximum` over the lanes, always as ((0+8)+(4+12)) + … by halves. Of an IVec, sixteen int32:
-// its load and store take the address of what 64 bytes there are for. Then byte_sum, and what threads wait with.
+// The functions of a Vec: load, store, add … less, `keep` (lanes [low, high) of x, `other` elsewhere), `scale2` (x *
+// 2^n for whole n; a result that is too small becomes 0), `sum` and `maximum` over the lanes, always as ((0+8)+(4+12))
+// + … by halves. The functions of an IVec of sixteen int32: load and store take the address of any type with 64 bytes.
+// Then byte_sum, and the instructions for waiting threads.
 #ifdef __aarch64__
 #include "simd_arm.h"
 #else
@@ -65,17 +67,17 @@ constexpr int LANES = 16;
 
 namespace inferc {
 
-// Fetches the line at p into the first-level cache, or the second.
+// Prefetches the line at p into the first-level cache, or into the second.
 INLINE void fetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 INLINE void fetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
-// Reads a byte of every page of [p, p + bytes). A fetch does nothing where the processor does not know the page, which it
-// learns from a load (measured in a guest of a virtual machine, whose pages it knows 4 KB at a time).
+// Reads a byte of every page of [p, p + bytes). A prefetch does nothing for a page whose address the processor has not
+// translated yet, which a load makes it do (measured in a virtual machine, where it translates 4 KB at a time).
 INLINE void touch_pages(const void* p, i64 bytes) {
   const auto* at = static_cast<const volatile u8*>(p);
   for (i64 page = 0; page < bytes; page += 4096) (void)at[page];
 }
 
-// Tails: the first n lanes; the others read as zero and are not written.
+// Loads and stores of the first n lanes; the other lanes read as zero and are not written.
 template <class T>
 INLINE Vec load(const T* p, i64 n) {
   if (n >= LANES) return load(p);
@@ -90,14 +92,15 @@ INLINE void store(T* p, Vec x, i64 n) {
   store(lanes, x);
   memcpy(p, lanes, n * sizeof(T));
 }
-// f(i, n) for every vector of `width` elements, of which n are there: LANES, as a constant, but for the last.
+// Calls f(i, n) for every vector of `width` elements; n is the number of its elements, LANES as a constant but for the
+// last.
 template <class F>
 INLINE void each_vector(i64 width, F f) {
   i64 i = 0;
   for (; i + LANES <= width; i += LANES) f(i, std::integral_constant<i64, LANES>());
   if (i < width) f(i, width - i);
 }
-// The same of what holds no denormal, which some conversions do not know.
+// Conversion of values without denormals, which some conversion instructions do not handle.
 INLINE void store_normal(float* p, Vec x) { store(p, x); }
 #ifndef __AVX512F__
 INLINE void store_normal(bf16* p, Vec x) { store(p, x); }
@@ -160,7 +163,7 @@ INLINE Vec gelu_tanh(Vec x) {
   Vec inner = mul(set1(0.79788456080286536f), fma(mul(mul(x, x), x), set1(0.044715f), x));
   return mul(mul(x, set1(0.5f)), add(set1(1.0f), tanh(inner)));
 }
-// f of every lane, for what is too rare for a vector form.
+// Applies f to every lane, for functions that are too rare for a vector form.
 template <class F>
 INLINE Vec each_lane(Vec x, F f) {
   float lanes[LANES];
@@ -173,7 +176,7 @@ INLINE Vec floor_each(Vec x) { return each_lane(x, [](float lane) { return floor
 INLINE Vec sqrt_each(Vec x) { return each_lane(x, [](float lane) { return sqrtf(lane); }); }
 INLINE Vec rsqrt_each(Vec x) { return div(set1(1.0f), sqrt_each(x)); }
 
-// Byte J of each lane, which is a float exactly and a bf16 too.
+// Byte J of each lane as float; float and bf16 hold it exactly.
 template <int J>
 INLINE Vec byte_of(IVec line) {
   if constexpr (J < 3) line = left_by<24 - 8 * J>(line);

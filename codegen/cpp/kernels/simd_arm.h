@@ -1,9 +1,9 @@
-// The vectors of simd.h as four NEON registers, and what else AArch64 has its own instructions for.
-// What may hold any type is read and written as bytes: the others of these loads and stores are of the type they say.
+// The vectors of simd.h as four NEON registers, and other instructions of AArch64.
+// Values of any type are loaded and stored as bytes; the other loads and stores are of the type that they name.
 #pragma once
 #include <arm_neon.h>
 
-// f of the four registers of each argument.
+// Applies f to the four registers of each argument.
 #define INFERC_FOUR(f, a) {{f(a.q[0]), f(a.q[1]), f(a.q[2]), f(a.q[3])}}
 #define INFERC_FOUR_2(f, a, b) {{f(a.q[0], b.q[0]), f(a.q[1], b.q[1]), f(a.q[2], b.q[2]), f(a.q[3], b.q[3])}}
 
@@ -27,7 +27,8 @@ INLINE float32x4_t whole_floats(int16x4_t x) { return vcvtq_f32_s32(vmovl_s16(x)
 INLINE Vec load(const i8* p) {
   const int8x16_t bytes = vld1q_s8(p);
   const int16x8_t l = vmovl_s8(vget_low_s8(bytes)), h = vmovl_high_s8(bytes);
-  return {{whole_floats(vget_low_s16(l)), whole_floats(vget_high_s16(l)), whole_floats(vget_low_s16(h)), whole_floats(vget_high_s16(h))}};
+  return {{whole_floats(vget_low_s16(l)), whole_floats(vget_high_s16(l)), whole_floats(vget_low_s16(h)),
+           whole_floats(vget_high_s16(h))}};
 }
 INLINE void store(float* p, Vec x) {
   vst1q_f32(p, x.q[0]);
@@ -52,9 +53,10 @@ INLINE Vec div(Vec a, Vec b) { return INFERC_FOUR_2(vdivq_f32, a, b); }
 INLINE Vec near_div(Vec a, Vec b) { return div(a, b); }
 INLINE float32x4_t fma(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
 INLINE Vec fma(Vec a, Vec b, Vec c) {
-  return {{fma(a.q[0], b.q[0], c.q[0]), fma(a.q[1], b.q[1], c.q[1]), fma(a.q[2], b.q[2], c.q[2]), fma(a.q[3], b.q[3], c.q[3])}};
+  return {{fma(a.q[0], b.q[0], c.q[0]), fma(a.q[1], b.q[1], c.q[1]), fma(a.q[2], b.q[2], c.q[2]),
+           fma(a.q[3], b.q[3], c.q[3])}};
 }
-// By comparison, so that it is b if either is NaN, as on x86; fmax would give NaN, fmaxnm a.
+// By comparison, so that the result is b if either is NaN, as on x86; fmax would give NaN, fmaxnm a.
 INLINE float32x4_t max(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 INLINE float32x4_t min(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 INLINE Vec max(Vec a, Vec b) { return INFERC_FOUR_2(max, a, b); }
@@ -77,7 +79,9 @@ INLINE Vec keep(Vec x, int low, int high, Vec other) {
   return {{keep(x.q[0], low, high, other.q[0]), keep(x.q[1], low - 4, high - 4, other.q[1]),
            keep(x.q[2], low - 8, high - 8, other.q[2]), keep(x.q[3], low - 12, high - 12, other.q[3])}};
 }
-INLINE float32x4_t less(float32x4_t a, float32x4_t b, float32x4_t x, float32x4_t y) { return vbslq_f32(vcltq_f32(a, b), x, y); }
+INLINE float32x4_t less(float32x4_t a, float32x4_t b, float32x4_t x, float32x4_t y) {
+  return vbslq_f32(vcltq_f32(a, b), x, y);
+}
 INLINE Vec less(Vec a, Vec b, Vec x, Vec y) {
   return {{less(a.q[0], b.q[0], x.q[0], y.q[0]), less(a.q[1], b.q[1], x.q[1], y.q[1]),
            less(a.q[2], b.q[2], x.q[2], y.q[2]), less(a.q[3], b.q[3], x.q[3], y.q[3])}};
@@ -96,12 +100,14 @@ INLINE u32 lanes_of(uint32x4_t a, uint32x4_t b, uint32x4_t c, uint32x4_t d) {
   return u32(vaddv_u8(vand_u8(vmovn_u16(l), bits))) | u32(vaddv_u8(vand_u8(vmovn_u16(h), bits))) << 8;
 }
 INLINE u32 lanes_at_least(Vec a, Vec b) {
-  return lanes_of(vcgeq_f32(a.q[0], b.q[0]), vcgeq_f32(a.q[1], b.q[1]), vcgeq_f32(a.q[2], b.q[2]), vcgeq_f32(a.q[3], b.q[3]));
+  return lanes_of(vcgeq_f32(a.q[0], b.q[0]), vcgeq_f32(a.q[1], b.q[1]), vcgeq_f32(a.q[2], b.q[2]),
+                  vcgeq_f32(a.q[3], b.q[3]));
 }
 INLINE u32 lanes_less(Vec a, Vec b) {
-  return lanes_of(vcltq_f32(a.q[0], b.q[0]), vcltq_f32(a.q[1], b.q[1]), vcltq_f32(a.q[2], b.q[2]), vcltq_f32(a.q[3], b.q[3]));
+  return lanes_of(vcltq_f32(a.q[0], b.q[0]), vcltq_f32(a.q[1], b.q[1]), vcltq_f32(a.q[2], b.q[2]),
+                  vcltq_f32(a.q[3], b.q[3]));
 }
-// Of four lanes, those whose bit is set in front: the numbers of their bytes.
+// For each mask of four lanes, the numbers of the bytes of the lanes whose bit is set, first in the line.
 struct PackOrders {
   u8 of[16][16];
   constexpr PackOrders() : of() {
@@ -127,7 +133,9 @@ INLINE i64 store_packed(float* p, Vec x, u32 lanes) {
 struct IVec {
   int32x4_t q[4];
 };
-INLINE int32x4_t load_four(const void* p, int i) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const u8*>(p) + 16 * i)); }
+INLINE int32x4_t load_four(const void* p, int i) {
+  return vreinterpretq_s32_u8(vld1q_u8(static_cast<const u8*>(p) + 16 * i));
+}
 INLINE IVec iset1(i32 x) {
   const int32x4_t all = vdupq_n_s32(x);
   return {{all, all, all, all}};
@@ -184,8 +192,9 @@ struct Wide {
 INLINE float64x2_t add_low(float64x2_t sum, float32x4_t x) { return vaddq_f64(sum, vcvt_f64_f32(vget_low_f32(x))); }
 INLINE float64x2_t add_high(float64x2_t sum, float32x4_t x) { return vaddq_f64(sum, vcvt_high_f64_f32(x)); }
 INLINE Wide add(Wide sums, Vec x) {
-  return {{add_low(sums.q[0], x.q[0]), add_high(sums.q[1], x.q[0]), add_low(sums.q[2], x.q[1]), add_high(sums.q[3], x.q[1]),
-           add_low(sums.q[4], x.q[2]), add_high(sums.q[5], x.q[2]), add_low(sums.q[6], x.q[3]), add_high(sums.q[7], x.q[3])}};
+  return {{add_low(sums.q[0], x.q[0]), add_high(sums.q[1], x.q[0]), add_low(sums.q[2], x.q[1]),
+           add_high(sums.q[3], x.q[1]), add_low(sums.q[4], x.q[2]), add_high(sums.q[5], x.q[2]),
+           add_low(sums.q[6], x.q[3]), add_high(sums.q[7], x.q[3])}};
 }
 INLINE double sum(Wide x) {
   const float64x2_t a = vaddq_f64(x.q[0], x.q[4]), b = vaddq_f64(x.q[1], x.q[5]);
@@ -202,10 +211,10 @@ INLINE i32 byte_sum(const i8* p, i64 count) {
   return sum;
 }
 
-// In a loop that waits: isb holds the thread up for some cycles, where yield usually does nothing.
+// Pauses a waiting loop: isb delays the thread by some cycles, while yield usually does nothing.
 INLINE void relax() { asm volatile("isb" ::: "memory"); }
 
-// A clock that costs a few cycles to read, and how far it goes in so many cycles of a processor of 3 GHz.
+// A clock that takes a few cycles to read, and its ticks in a given number of cycles of a processor of 3 GHz.
 INLINE u64 ticks() {
   u64 now;
   asm volatile("mrs\t%0, cntvct_el0" : "=r"(now));

@@ -1,4 +1,4 @@
-// The vectors of simd.h on AVX-512 and AVX2, and what else x86-64 has its own instructions for.
+// The vectors of simd.h on AVX-512 and AVX2, and other instructions of x86-64.
 #pragma once
 #include <immintrin.h>
 
@@ -18,7 +18,7 @@ INLINE Vec load(const i8* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
-// As bfloat16, denormals too, which vcvtneps2bf16 makes zero: both variants then round alike.
+// Rounds to bfloat16 and keeps denormals, which vcvtneps2bf16 would make zero: so both variants round alike.
 INLINE __m256i narrow(Vec x) {
   if (__builtin_expect(_mm512_fpclass_ps_mask(x.v, 0x20) == 0, 1)) return __m256i(_mm512_cvtneps_pbh(x.v));
   __m512i bits = _mm512_castps_si512(x.v);
@@ -35,7 +35,7 @@ INLINE Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 INLINE Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 INLINE Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 INLINE Vec div(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
-// The same but for the last bits, for a divisor from 2^-126 to 2^126: from a reciprocal of 14 bits, corrected once.
+// Division up to the last bits, for a divisor from 2^-126 to 2^126: by a reciprocal of 14 bits, corrected once.
 INLINE Vec near_div(Vec a, Vec b) {
   const __m512 first = _mm512_rcp14_ps(b.v);
   return {_mm512_mul_ps(a.v, _mm512_fmadd_ps(first, _mm512_fnmadd_ps(b.v, first, _mm512_set1_ps(1.0f)), first))};
@@ -44,11 +44,12 @@ INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 INLINE Vec nearest(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// x * 2^n for whole n; too small becomes 0.
+// x * 2^n for whole n; a result that is too small becomes 0.
 INLINE Vec scale2(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 // Lanes [low, high) of x, `other` elsewhere.
 INLINE Vec keep(Vec x, int low, int high, Vec other) {
-  u32 mask = (high >= 16 ? 0xffffu : (1u << (high < 0 ? 0 : high)) - 1) & ~(low >= 16 ? 0xffffu : (1u << (low < 0 ? 0 : low)) - 1);
+  u32 mask = (high >= 16 ? 0xffffu : (1u << (high < 0 ? 0 : high)) - 1) &
+             ~(low >= 16 ? 0xffffu : (1u << (low < 0 ? 0 : low)) - 1);
   return {_mm512_mask_mov_ps(other.v, __mmask16(mask), x.v)};
 }
 // a < b ? x : y, lane by lane.
@@ -56,11 +57,13 @@ INLINE Vec less(Vec a, Vec b, Vec x, Vec y) {
   return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), x.v)};
 }
 // a >= b ? x : 0, lane by lane; 0 where one is NaN.
-INLINE Vec at_least(Vec a, Vec b, Vec x) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), x.v)}; }
-// Bit i: whether that is so in lane i.
+INLINE Vec at_least(Vec a, Vec b, Vec x) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), x.v)};
+}
+// Bit i: whether the condition holds in lane i.
 INLINE u32 lanes_at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 INLINE u32 lanes_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
-// The lanes whose bit is set, one behind the other, at p, where there is room for 16; returns how many.
+// Stores the lanes whose bit is set without gaps at p, where there is room for 16; returns their number.
 INLINE i64 store_packed(float* p, Vec x, u32 lanes) {
   _mm512_storeu_ps(p, _mm512_maskz_compress_ps(__mmask16(lanes), x.v));
   return __builtin_popcount(lanes);
@@ -68,7 +71,7 @@ INLINE i64 store_packed(float* p, Vec x, u32 lanes) {
 INLINE __m256 low_half(Vec x) { return _mm512_castps512_ps256(x.v); }
 INLINE __m256 high_half(Vec x) { return _mm512_extractf32x8_ps(x.v, 1); }
 
-// Sixteen int32 lanes; their load and store take the address of what 64 bytes there are for.
+// Sixteen int32 lanes; load and store take the address of any type with 64 bytes.
 struct IVec {
   __m512i v;
 };
@@ -158,7 +161,8 @@ INLINE Vec less(Vec a, Vec b, Vec x, Vec y) {
           _mm256_blendv_ps(y.h, x.h, _mm256_cmp_ps(a.h, b.h, _CMP_LT_OQ))};
 }
 INLINE Vec at_least(Vec a, Vec b, Vec x) {
-  return {_mm256_and_ps(_mm256_cmp_ps(a.l, b.l, _CMP_GE_OQ), x.l), _mm256_and_ps(_mm256_cmp_ps(a.h, b.h, _CMP_GE_OQ), x.h)};
+  return {_mm256_and_ps(_mm256_cmp_ps(a.l, b.l, _CMP_GE_OQ), x.l),
+          _mm256_and_ps(_mm256_cmp_ps(a.h, b.h, _CMP_GE_OQ), x.h)};
 }
 INLINE u32 lanes_of(__m256 l, __m256 h) { return u32(_mm256_movemask_ps(l)) | u32(_mm256_movemask_ps(h)) << 8; }
 INLINE u32 lanes_at_least(Vec a, Vec b) {
@@ -167,7 +171,7 @@ INLINE u32 lanes_at_least(Vec a, Vec b) {
 INLINE u32 lanes_less(Vec a, Vec b) {
   return lanes_of(_mm256_cmp_ps(a.l, b.l, _CMP_LT_OQ), _mm256_cmp_ps(a.h, b.h, _CMP_LT_OQ));
 }
-// Of eight lanes, those whose bit is set in front: their numbers, a byte each.
+// For each mask of eight lanes, the numbers of the lanes whose bit is set, one byte each, first in the line.
 struct PackOrders {
   u64 of[256];
   constexpr PackOrders() : of() {
@@ -240,7 +244,7 @@ INLINE float maximum(Vec x) {
 }
 INLINE float first(Vec x) { return _mm_cvtss_f32(_mm256_castps256_ps128(low_half(x))); }
 
-// Sixteen sums in double, of the lanes of what is added.
+// Sixteen sums in double, one for each lane of the values that are added.
 struct Wide {
 #ifdef __AVX512F__
   __m512d l, h;
@@ -253,8 +257,10 @@ INLINE Wide add(Wide sums, Vec x) {
   return {_mm512_add_pd(sums.l, _mm512_cvtps_pd(low_half(x))), _mm512_add_pd(sums.h, _mm512_cvtps_pd(high_half(x)))};
 #else
   auto wide = [](__m128 four) { return _mm256_cvtps_pd(four); };
-  return {_mm256_add_pd(sums.a, wide(_mm256_castps256_ps128(x.l))), _mm256_add_pd(sums.b, wide(_mm256_extractf128_ps(x.l, 1))),
-          _mm256_add_pd(sums.c, wide(_mm256_castps256_ps128(x.h))), _mm256_add_pd(sums.d, wide(_mm256_extractf128_ps(x.h, 1)))};
+  return {_mm256_add_pd(sums.a, wide(_mm256_castps256_ps128(x.l))),
+          _mm256_add_pd(sums.b, wide(_mm256_extractf128_ps(x.l, 1))),
+          _mm256_add_pd(sums.c, wide(_mm256_castps256_ps128(x.h))),
+          _mm256_add_pd(sums.d, wide(_mm256_extractf128_ps(x.h, 1)))};
 #endif
 }
 INLINE double sum(Wide x) {  // by halves, as above

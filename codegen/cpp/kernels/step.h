@@ -1,5 +1,5 @@
-// What generated code is written in: one step's sizes, the arena's pools, weights and the K,V pool by number; and what it
-// defines for entry.h.
+// The interface of generated code: one step's sizes, and the arena's pools, weights and the KV pool by number; and the
+// definitions that generated code makes for entry.h.
 #pragma once
 #include <algorithm>
 
@@ -15,14 +15,15 @@
 
 namespace inferc {
 
-// The arena: values of one row per token, per logits row and per sequence, then those of `sample` (64 rows), then
-// scratch, then the threads' scratch. A pool's value at `offset` bytes a row starts at offset * (the pool's maximum rows).
+// The arena: values with one row per token, per logits row and per sequence, then those of `sample` (64 rows), then
+// shared scratch, then the threads' scratch. A pool's value at `offset` bytes per row starts at offset * (the pool's
+// maximum rows).
 struct Arena {
   i64 per_token, per_row, per_seq, per_sample;
   i64 scratch, scratch_per_token, scratch_per_row, per_thread;
 };
 
-// The K,V pool of one group.
+// The shape of the KV pool of one group.
 enum PoolKind { KEYS_VALUES, LATENTS };
 enum PoolType { FLOAT32, BFLOAT16, INT8 };
 struct PoolShape {
@@ -36,12 +37,12 @@ INLINE Rows<T> shifted(Rows<T> value, i64 rows) {
   return {value.data + rows * value.stride, value.stride};
 }
 
-// Copies the wanted ones of a node's rows.
+// Copies the rows of a node that the host asked for.
 __attribute__((noinline)) inline void tap(const InfercTaps& taps, i64 node, const void* data, i64 rows, i64 stride) {
   const bool by_logits = taps.by_logits_row[node];
   const i64* wanted = by_logits ? taps.logits_rows : taps.token_rows;
   const i64 count = by_logits ? taps.num_logits_rows : taps.num_token_rows, bytes = taps.row_bytes[node];
-  const i64 first = taps.seen[node];  // logits come 64 rows at a time
+  const i64 first = taps.seen[node];  // logits come at most 64 rows at a time
   taps.seen[node] += rows;
   const i64* end = std::lower_bound(wanted, wanted + count, first + rows);
   for (const i64* row = std::lower_bound(wanted, wanted + count, first); row < end; ++row)
@@ -62,10 +63,11 @@ struct Step {
     seq_pool = row_pool + layout.per_row * a.max_rows;
     sample_pool = seq_pool + layout.per_seq * a.max_seqs;
     scratch = sample_pool + layout.per_sample * INFERC_SAMPLE_ROWS;
-    thread_scratch = scratch + layout.scratch + layout.scratch_per_token * a.max_tokens + layout.scratch_per_row * a.max_rows;
+    thread_scratch =
+        scratch + layout.scratch + layout.scratch_per_token * a.max_tokens + layout.scratch_per_row * a.max_rows;
     per_thread = layout.per_thread;
   }
-  // A value's rows: `offset` in its pool, then `column` bytes into each row; stride in elements.
+  // The rows of a value: `offset` in its pool, then `column` bytes into each row; the stride is in elements.
   template <class T>
   INLINE Rows<T> token(i64 offset, i64 column, i64 stride) const {
     return {reinterpret_cast<T*>(token_pool + offset * a.max_tokens + column), stride};
@@ -95,13 +97,13 @@ struct Step {
   INLINE Latent<T> latent(int group, i64 layers, i64 layer, i64 block_size, i64 dim, i64 v_dim) const {
     return {static_cast<T*>(a.kv_cache[group]), layers, layer, block_size, dim, v_dim};
   }
-  // The threads' scratch: a row for each of them, or all of it for work that they share.
+  // The threads' scratch: a row for each thread, or all of it for work that they share.
   INLINE Rows<char> scratch_of_threads() const { return {thread_scratch, per_thread}; }
   INLINE float* shared_scratch() const { return reinterpret_cast<float*>(thread_scratch); }
   INLINE i64 shared_floats(const Team& team) const { return team.count * per_thread / 4; }
 
-  // Shows a finished value to the host, if it asked for that. Who only copies keeps nobody waiting: before the memory is
-  // written again comes a barrier that is there anyway.
+  // Shows a finished value to the host, if the host asked for it. A thread that only copies makes no other thread wait:
+  // there is a barrier anyway before the memory is written again.
   template <class T>
   INLINE void observe(Team& team, i64 node, i64 layer, Rows<T> value, i64 count) const {
     if (!host || !(host->taps ? host->taps->places[node] >= 0 : host->observe != nullptr)) return;
@@ -116,7 +118,7 @@ struct Step {
   }
 };
 
-// A program.
+// The definitions that every generated program makes.
 extern const Arena ARENA;
 extern const bool COLLECTIVES, HIDDEN_IN, HIDDEN_OUT;
 extern const int KV_GROUPS;

@@ -1,6 +1,6 @@
 // The threads of one parallel region: a pool that sleeps between steps, a barrier, and work handed out by tickets.
-// Which thread computes a piece never changes its bits, so pieces may go to whoever is free: a neighbour on one core
-// then costs its share and not the whole step.
+// The thread that computes a piece does not influence its bits, so pieces may go to any idle thread: another process on
+// one core then costs its own share of time and not the whole step.
 #pragma once
 #include <atomic>
 #include <linux/futex.h>
@@ -17,9 +17,9 @@ namespace inferc {
 // for microseconds, and the next step comes some hundred microseconds after the last.
 constexpr u64 BARRIER_CYCLES = 200'000, START_CYCLES = 1'000'000;
 constexpr int MAX_TICKETS = 16;  // `each` calls between two barriers
-constexpr i64 AHEAD_BYTES = 1 << 18;  // fetched by a thread that waits: a quarter of a second-level cache of 1 MB
+constexpr i64 AHEAD_BYTES = 1 << 18;  // prefetched by a waiting thread: a quarter of a second-level cache of 1 MB
 
-// What a thread will read first after a barrier.
+// The memory that a thread will read first after a barrier.
 struct Ahead {
   const void* data = nullptr;
   i64 bytes = 0;
@@ -30,13 +30,13 @@ INLINE double milliseconds(clockid_t clock = CLOCK_MONOTONIC) {
   clock_gettime(clock, &now);
   return double(now.tv_sec) * 1e3 + double(now.tv_nsec) * 1e-6;
 }
-// For how long this thread has waited for others: threads, or ranks.
+// How long this thread has waited for others: threads, or ranks.
 constinit inline thread_local double waited = 0.0;
 struct Waiting {
   const double begin = milliseconds();
   ~Waiting() { waited += milliseconds() - begin; }
 };
-// For how long it could have run since then and did not, as another had its core.
+// How long this thread was ready to run since then but had no core, because another process used it.
 struct OnCore {
   double wall = milliseconds(), cpu = milliseconds(CLOCK_THREAD_CPUTIME_ID), others = waited;
   INLINE double lost() const {
@@ -61,7 +61,7 @@ struct alignas(64) Signal {
     value.store(next);
     if (sleepers.load()) futex_wake_all(value);
   }
-  // Fetches `ahead` into the second-level cache meanwhile: otherwise the memory would be as idle as the thread.
+  // A waiting thread prefetches `ahead` into the second-level cache: otherwise the memory would be idle too.
   void wait_while(u32 seen, u64 cycles, Ahead ahead = {}) {
     const char* next = static_cast<const char*>(ahead.data);
     const char* end = next + (ahead.bytes < AHEAD_BYTES ? ahead.bytes : AHEAD_BYTES);
@@ -78,18 +78,20 @@ struct alignas(64) Signal {
   }
 };
 
-// How many threads share the work. Where another process takes a core, a thread that waits for it holds up all others at the
-// next barrier, for as long as a time slice: a step is then faster without that thread. What tells is for how long threads
-// could have gone on and did not; how often does not: this process's own other threads take a core for some microseconds.
+// The number of threads that share the work. If another process takes a core, the thread that waits for it holds up all
+// others at the next barrier for as long as a time slice, and a step is faster without that thread. The measure is how
+// long threads were ready but did not run; how often does not tell, because this process's own other threads take a
+// core for some microseconds.
 struct Roster {
   static constexpr i64 SHORTEST = 100, LONGEST = 3200;  // milliseconds until all are tried again
   int most = 1, active = 1, crowded = 0;
   i64 hold = SHORTEST;
   double until = 0.0;
 
-  // A region of `ms` that ended at `now` (milliseconds), whose threads together waited `lost` of them for a core.
+  // Records a region of `ms` that ended at `now` (milliseconds), whose threads together waited `lost` of them for a
+  // core.
   void judge(double now, double ms, double lost) {
-    const bool is_new = now > until + double(LONGEST);  // not the neighbour that was there when all were tried
+    const bool is_new = now > until + double(LONGEST);  // another process than when all threads were tried last
     if (active < most && now >= until) {
       active = most, crowded = 0;
     } else if (lost < 1.0 || lost < ms / 5.0) {
@@ -110,8 +112,8 @@ struct Pool {
     std::atomic<i64> next{0};
   };
   int count = 1;
-  Roster roster;             // of the thread that runs regions
-  std::atomic<i64> lost{0};  // by the region's threads, microseconds
+  Roster roster;             // used by the thread that runs regions
+  std::atomic<i64> lost{0};  // by all threads of a region, in microseconds
   u32 regions = 0;
   void (*work)(void*, int) = nullptr;
   void* context = nullptr;
@@ -120,8 +122,8 @@ struct Pool {
   alignas(64) std::atomic<int> arrived{0};
   Counter tickets[MAX_TICKETS];
 
-  // Who takes part in a region stands in the signal that starts it, and nobody in the one that ends the pool: a thread that had
-  // no part may wake when the region is over and the next signal is there.
+  // The signal that starts a region holds the number of threads that take part; the one that ends the pool holds none.
+  // A thread without a part may wake only when the region is over and the next signal is there.
   static constexpr u32 MOST_THREADS = 1 << 12;
   static int threads_of(u32 started) { return int(started % MOST_THREADS); }
   void signal(int num_threads) { start.raise_to(++regions * MOST_THREADS + u32(num_threads)); }
@@ -139,7 +141,7 @@ struct Start {
   int tid;
 };
 
-// What a thread is created with: the one processor that it may run on, unless that is negative.
+// The arguments of a new thread: the one processor that it may run on, unless that is negative.
 struct Attributes {
   pthread_attr_t of;
   explicit Attributes(i32 cpu) {
@@ -171,7 +173,7 @@ inline void close_pool(Pool* pool) {
   delete pool;
 }
 
-// cpus: the processor that each thread stays on, or null; the first thread is the caller's, and is left as it is.
+// cpus: the processor that each thread stays on, or null. The first thread is the caller's, which is left as it is.
 inline Pool* open_pool(int count, const i32* cpus = nullptr) {
   Pool* pool = new Pool;
   pool->threads = new pthread_t[count];
@@ -212,15 +214,16 @@ struct Team {
     }
   }
 
-  // f(begin, end) over [0, total) in pieces of `grain`; ends without waiting for the others. Each thread starts with the
-  // piece of its own number, so that it knows what to fetch before; who is free takes the next of the others.
+  // Calls f(begin, end) over [0, total) in pieces of `grain`, without waiting for the other threads at the end. Each
+  // thread starts with the piece of its own number, so that it can prefetch; idle threads take the remaining pieces in
+  // order.
   template <class F>
   INLINE void each(i64 total, i64 grain, F f) {
     each_early(total, grain, false, [&](i64 begin, i64 end, i64) { f(begin, end); });
   }
 
-  // f(begin, end, after): the same, but if `early` a thread takes the piece that it will go on with before it works on the
-  // one that it has, and knows where that begins (at `total` or behind it: nowhere).
+  // Calls f(begin, end, after) as above. If `early`, a thread takes its next piece before it works on the current one,
+  // and passes where that begins (a value of `total` or more: no further piece).
   template <class F>
   INLINE void each_early(i64 total, i64 grain, bool early, F f) {
     std::atomic<i64>& next = pool.tickets[ticket++].next;

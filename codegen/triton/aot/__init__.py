@@ -1,1 +1,1 @@
-"""Triton kernels compiled ahead of time: sources, cubins, launch records."""
+"""The package that compiles Triton kernels ahead of time: sources, cubins and launch records."""

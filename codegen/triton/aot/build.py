@@ -1,7 +1,7 @@
-"""Compile a Triton kernel ahead of time, for GPUs that this machine does not have.
+"""The ahead-of-time compiler of Triton kernels, for GPUs that this machine does not have.
 
-The result is a cubin, what it takes to launch it without Triton, and what it costs a GPU (registers, shared memory,
-spills). Triton is imported here, at compile time, and nowhere else.
+The result is a cubin, the record that is needed to launch it without Triton, and what it costs a GPU (registers, shared
+memory, spills). Triton is imported here, at compile time, and nowhere else.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from inferc.errors import UnsupportedError, VerifyError
 
 DEPENDENT_SINCE = 90  # the first chip that has programmatic dependent launch
 WAITS = (b"griddepcontrol.launch_dependents", b"griddepcontrol.wait")
-FIRST_BLOCK = "// %bb.0:"  # of a kernel, in what LLVM prints
-CUT_STACK_BYTES = 4096  # of a kernel that a chip has not the shared memory for
-ARGUMENT_BYTES = {"i32": 4}  # a pointer, or 64 bits: 8
-# Triton's entry points end with these two; a kernel that needs no scratch memory takes null.
+FIRST_BLOCK = "// %bb.0:"  # how LLVM labels the first basic block of a kernel
+CUT_STACK_BYTES = 4096  # spill budget of a kernel whose stages were cut because a chip has too little shared memory
+ARGUMENT_BYTES = {"i32": 4}  # pointers and 64-bit integers, which are not listed, take 8
+# The last two parameters of every Triton entry point; they are null for a kernel that needs no scratch memory.
 SCRATCH = (Argument("global_scratch", "u64", 8), Argument("profile_scratch", "u64", 8))
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel, its launch record, and what it was assembled from, which the driver of a newer chip compiles."""
+    """A compiled kernel with its launch record and its PTX.
+
+    The PTX is what the cubin was assembled from. The driver of a newer chip compiles it.
+    """
 
     data: bytes
     record: LaunchRecord
@@ -39,16 +42,19 @@ class Cubin:
 
 
 def available() -> bool:
-    """Whether this machine can compile Triton kernels."""
+    """Return whether this machine can compile Triton kernels."""
     return importlib.util.find_spec("triton") is not None
 
 
 class TooMuchSharedMemory(VerifyError):
-    """A kernel that takes more than a block can have."""
+    """The error of a kernel that needs more shared memory than a block can have."""
 
 
 def build_fitting(source: Source, name: str, op: str, arch: str, *, assemble: bool = True) -> Cubin:
-    """`build` with the most stages, up to those of the source, for which a block has shared memory."""
+    """Compile like `build`, with as many pipeline stages as a block has shared memory for.
+
+    The source's number of stages is the most that is tried.
+    """
     try:
         return build(source, name, op, arch, assemble=assemble)
     except TooMuchSharedMemory:
@@ -59,7 +65,11 @@ def build_fitting(source: Source, name: str, op: str, arch: str, *, assemble: bo
 
 
 def _with_fewer_stages(source: Source) -> Source | None:
-    """Of the whole kernel, or of the loop that a constant gives them to. What is not on its way to a product may spill."""
+    """Return the source with one pipeline stage less, or None if it has only one.
+
+    The stages are those of the whole kernel, or of the loop that the constant STAGES is for. With fewer stages, values
+    that are not in flight to a product may spill.
+    """
     source = replace(source, stack_bytes=max(source.stack_bytes, CUT_STACK_BYTES))
     if source.num_stages > 1:
         return replace(source, num_stages=source.num_stages - 1)
@@ -69,10 +79,11 @@ def _with_fewer_stages(source: Source) -> Source | None:
 
 
 def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = True) -> Cubin:
-    """Compile `source` for `arch` ("sm_90"); without `assemble` to PTX alone.
+    """Compile `source` for `arch` (for example "sm_90"); without `assemble` to PTX only.
 
-    Raises VerifyError for a cubin that its launch record does not fit, or that spills more than `source` allows,
-    TooMuchSharedMemory for what no block of `arch` can have, of PTX no block of any chip.
+    Raises VerifyError if the cubin does not match its launch record, or spills more than `source` allows. Raises
+    TooMuchSharedMemory if the kernel needs more shared memory than a block of `arch` can have; for PTX the limit is
+    that of the chip with the least.
     """
     import triton
     from triton import knobs
@@ -87,7 +98,7 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
     number = int(arch.removeprefix("sm_"))
     dependent = number >= DEPENDENT_SINCE
     with knobs.compilation.scope(), knobs.runtime.scope():
-        knobs.compilation.disable_line_info = True  # it holds the compiling machine's paths
+        knobs.compilation.disable_line_info = True  # line info holds paths of the compiling machine
         hooks = [*((_wait_first,) if dependent else ()), *(() if assemble else (_stop_at_ptx,))]
 
         def hook(_backend: Any, stages: dict[str, Any], *_: Any) -> None:
@@ -98,7 +109,7 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
         compiled = triton.compile(
             ASTSource(source.function, signature, source.all_constants, attributes),
             target=GPUTarget("cuda", number, 32),
-            # launch_pdl and ptx_options change no code here, but the key under which Triton keeps it.
+            # launch_pdl and ptx_options do not change the code here. They change the key of Triton's cache.
             options={
                 "num_warps": source.num_warps,
                 "num_stages": source.num_stages,
@@ -132,7 +143,7 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
         compiler=f"triton {triton.__version__}, {_assembler(arch)}",
         dependent=dependent,
     )
-    # PTX is for other chips than the one that it was made for.
+    # PTX runs on other chips than the one that it is compiled for, and must fit all of them.
     limit = max_shared_bytes(arch) if assemble else min(map(max_shared_bytes, MULTIPROCESSORS))
     if record.block_shared_bytes > limit:
         found = f"{record.block_shared_bytes} bytes of shared memory a block, {arch if assemble else 'PTX'} has {limit}"
@@ -148,9 +159,10 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
 
 
 def _wait_first(stages: dict[str, Any]) -> None:
-    """Have the kernel begin by letting the next one be launched, and by waiting for the one before it to be done.
+    """Make the kernel first allow the next kernel's launch, and then wait for the kernel before it to end.
 
-    So the next kernel's blocks are on the multiprocessors when this one's last block ends (programmatic dependent launch).
+    The next kernel's blocks are then already on the multiprocessors when this kernel's last block ends (programmatic
+    dependent launch).
     """
     make = stages["ptx"]
 
@@ -169,16 +181,19 @@ def _stop_at_ptx(stages: dict[str, Any]) -> None:
 
 @lru_cache
 def _assembler(arch: str) -> str:
-    """The ptxas that assembles for a chip, and its version, which is that of the CUDA that a driver must know."""
+    """Return the name and version of the ptxas that assembles for a chip.
+
+    The version is that of the CUDA release that a driver must support.
+    """
     from triton.backends.nvidia.compiler import get_ptxas
 
     return f"ptxas {get_ptxas(int(arch.removeprefix('sm_'))).version}"
 
 
 def read_resources(cubin: bytes, entry: str) -> dict[str, int]:
-    """Registers per thread, and bytes of stack, static shared and local memory, as the driver will see them.
+    """Return registers per thread, and bytes of stack, static shared and local memory, as the driver will see them.
 
-    Local memory and stack are what registers spilled to, which is slow.
+    Registers spill to local memory and to the stack, which are slow.
     """
     import triton
 

@@ -1,7 +1,9 @@
-"""Compile kernels in several processes at once: Triton's settings are a process's, and its compiler holds Python's lock.
+"""The parallel build of kernels in several processes.
 
-Each is this interpreter started anew, not a copy of who asks: no script needs a guard around its main part, and no thread of
-torch's is lost in a copy. It ends with its input, so also where who asks is killed.
+Processes are needed since Triton's settings are global to a process, and its compiler holds Python's lock.
+
+Each process is a new Python interpreter, not a fork. So no script needs a guard around its main part, and no thread of
+torch is lost in a fork. A process ends when its input is closed, also when the parent process is killed.
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ from inferc.codegen.triton.aot.build import Cubin
 from inferc.codegen.triton.aot.source import Source
 from inferc.errors import InfercError, VerifyError
 
-WORTH_ONE = 16  # kernels for which a process is worth its start
+WORTH_ONE = 16  # the least kernels per process that make up for its start-up time
 SERVE = f"from {__name__} import serve; serve()"
 
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of `build`. fit: with as many stages as fit, see `build_fitting`."""
+    """The arguments of one `build`.
+
+    With `fit`, the kernel gets as many stages as fit into shared memory, see `build_fitting`.
+    """
 
     source: Source
     name: str
@@ -45,7 +50,7 @@ class Job:
         return build(self.source, self.name, self.op, self.arch, assemble=self.assemble)
 
     def packed(self) -> tuple[str, str, dict[str, Any], Job]:
-        """As another process can read it: the kernel by its module and its name."""
+        """Return the job in a form that can be pickled: the kernel by its module and its name."""
         function = self.source.function
         rest = {each.name: getattr(self.source, each.name) for each in fields(self.source) if each.name != "function"}
         return function.fn.__module__, function.__name__, rest, replace(self, source=None)  # type: ignore[arg-type]
@@ -57,12 +62,18 @@ class Job:
 
 
 def worth(total: int) -> int:
-    """How many processes are worth their start for so many kernels, of those that there are processors for."""
+    """Return how many processes are worth their start-up time for `total` kernels.
+
+    There are never more than this process may use CPUs.
+    """
     return max(1, min(total // WORTH_ONE, len(os.sched_getaffinity(0))))
 
 
 class Builders(AbstractContextManager["Builders"]):
-    """So many processes; with one, and for kernels that are not this package's, it is this process."""
+    """A pool of `count` processes that compile kernels.
+
+    With a count of one, this process compiles. It also compiles kernels that are not part of this package.
+    """
 
     def __init__(self, count: int) -> None:
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
@@ -80,14 +91,14 @@ class Builders(AbstractContextManager["Builders"]):
             process.close()
 
     def build(self, jobs: Sequence[Job]) -> Iterator[Cubin]:
-        """Their cubins, in their order. Raises what `build` raises."""
+        """Yield the cubins of the jobs, in the order of the jobs; raise what `build` raises."""
         for result in self.tried(jobs):
             if isinstance(result, Exception):
                 raise result
             yield result
 
     def tried(self, jobs: Sequence[Job]) -> Iterator[Cubin | Exception]:
-        """Their cubins, or why there is none."""
+        """Yield for each job its cubin, or the error that `build` raised."""
         given = [self._given(job) for job in jobs]
         try:
             for job, future in zip(jobs, given, strict=True):
@@ -111,7 +122,7 @@ class Builders(AbstractContextManager["Builders"]):
 
 
 class _Process:
-    """One that builds a kernel at a time."""
+    """A process that compiles one kernel at a time."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -133,7 +144,7 @@ class _Process:
         return result
 
     def kill(self) -> None:
-        """Who waits for it is told that it ended."""
+        """Kill the process; a thread that waits for its result learns that it ended."""
         self._process.kill()
         self._process.wait()
 
@@ -145,10 +156,11 @@ class _Process:
 
 
 def serve() -> None:
-    """Build the kernels that come in, until none can come any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's whole group: who asks is told, and ends this
+    """Compile the kernels that arrive on stdin, until it is closed."""
+    # A terminal sends SIGINT to its whole process group. The parent handles it, and ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a compiler prints is no answer
+    os.dup2(2, 1)  # what a compiler prints to stdout must not mix with the answers
     while True:
         try:
             packed = pickle.load(sys.stdin.buffer)
@@ -156,7 +168,8 @@ def serve() -> None:
             return
         result = _tried(Job.unpacked(packed))
         if isinstance(result, Exception) and not isinstance(result, InfercError):
-            result = RuntimeError("".join(traceback.format_exception(result)))  # others may not survive the way
+            # Other exceptions may not survive pickling.
+            result = RuntimeError("".join(traceback.format_exception(result)))
         pickle.dump(result, answers)
         answers.flush()
 
@@ -164,5 +177,5 @@ def serve() -> None:
 def _tried(job: Job) -> Cubin | Exception:
     try:
         return job.run()
-    except Exception as error:  # noqa: BLE001  (Triton's own, of which there are many)
+    except Exception as error:  # noqa: BLE001  (Triton raises many types of its own)
         return error

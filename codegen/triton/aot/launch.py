@@ -1,7 +1,7 @@
-"""What it takes to launch a compiled kernel without the compiler: a record, and its check against the cubin.
+"""The launch record of a compiled kernel, which replaces the compiler at run time, and its check against the cubin.
 
-A cubin is an ELF file. Its `.nv.info.<entry>` section lists each parameter's ordinal, offset and size, and the
-threads per block that the kernel was compiled for; the record must agree, since the driver checks neither.
+A cubin is an ELF file. Its `.nv.info.<entry>` section lists each parameter's ordinal, offset and size, and the threads
+per block that the kernel was compiled for. The record must agree with them, since the driver checks neither.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from typing import Any
 
 from inferc.errors import VerifyError
 
-PTX, RECORDS = "ptx", "records.json"  # in place of a chip's name; the launch records of a folder of kernels
-FAST, INVARIANT = "fast", "invariant"  # orders of addition
-PREFILL = "prefill"  # a launch that a step of one new token a sequence does not need
-CUBLASLT = "cublaslt"  # NVIDIA's library of products
-SHARED = "shared"  # a launch that a step needs in which sequences share a prefix that is read for all of them
+# PTX stands for PTX code where a chip's name is expected. RECORDS is the file of a folder's launch records.
+PTX, RECORDS = "ptx", "records.json"
+# The orders of addition. In the invariant order a row's result does not depend on the rest of the batch.
+FAST, INVARIANT = "fast", "invariant"
+PREFILL = "prefill"  # marks a launch that only steps with several new tokens of a sequence need
+CUBLASLT = "cublaslt"  # NVIDIA's library of matrix products
+SHARED = "shared"  # marks a launch that only steps need in which a prefix is read once for several sequences
 
 EIATTR_REQNTID = 0x10
 EIATTR_KPARAM_INFO = 0x17
-EIFMT_SVAL = 4  # the attribute's value follows, of the size given
+EIFMT_SVAL = 4  # the form of an attribute whose value follows its header
 EM_CUDA = 190
 NEWER_ABI = 8
 OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv)
@@ -33,20 +35,26 @@ OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv)
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter of the entry, in order. `kind` is as Triton writes it: *bf16, *i32, …, i32, i64 or u64."""
+    """A parameter of a kernel's entry point; parameters are listed in order.
+
+    `kind` is as Triton writes it: *bf16, *i32, …, i32, i64 or u64.
+    """
 
     name: str
     kind: str
     num_bytes: int
-    divisible_by: int = 1  # what the caller promises of its value
+    divisible_by: int = 1  # the caller promises that its value is a multiple of this
 
 
 @dataclass(frozen=True)
 class Product:
-    """out [rows, n] = x [rows, k] @ weight [n, k].T, plus bias [n], plus residual [rows, n], each where there is one.
+    """A matrix product that a library can compute in place of the kernel.
 
-    The kernel's arguments are x_ptr, weight_ptr, bias_ptr, residual_ptr and out_ptr. Strides: elements from row to row;
-    dtype is that of all but out.
+    It is out [rows, n] = x [rows, k] @ weight [n, k].T, plus bias [n] if there is one, plus residual [rows, n] if there
+    is one.
+
+    The kernel's arguments are x_ptr, weight_ptr, bias_ptr, residual_ptr and out_ptr. Strides are elements from row to
+    row. `dtype` is the dtype of all tensors but out.
     """
 
     n: int
@@ -61,7 +69,10 @@ class Product:
 
 @dataclass(frozen=True)
 class LibraryChoice:
-    """A library that computes the kernel's product in its place from so many rows on: it was measured to be faster."""
+    """A library that computes the kernel's product in its place, for `from_rows` rows and more.
+
+    It was measured to be faster from there on.
+    """
 
     name: str
     from_rows: int
@@ -70,9 +81,9 @@ class LibraryChoice:
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """A cubin's entry point: how to call it, and what one block of it takes of a GPU."""
+    """The record of a cubin's entry point: how to call it, and what one of its blocks needs of a GPU."""
 
-    name: str  # of the kernel, as in the manifest's kernel table
+    name: str  # the kernel's name in the manifest's kernel table
     op: str
     arch: str
     entry: str
@@ -84,8 +95,10 @@ class LaunchRecord:
     constants: dict[str, int | float]
     resources: dict[str, int]
     compiler: str
-    dependent: bool = False  # may be launched while the kernel before it runs: it waits for that one itself
-    library: LibraryChoice | None = None  # in the fast order, as the choice for any number of rows
+    # Whether it may be launched while the kernel before it still runs: it then waits for that one itself.
+    dependent: bool = False
+    # The library that may replace the kernel. Only kernels of the fast order for any number of rows have one.
+    library: LibraryChoice | None = None
 
     @property
     def threads(self) -> int:
@@ -93,11 +106,11 @@ class LaunchRecord:
 
     @property
     def block_shared_bytes(self) -> int:
-        """What a block takes of shared memory in all; the cubin itself declares the static part."""
+        """The shared memory of a block in all; the cubin itself declares only the static part."""
         return self.shared_bytes + self.resources.get("static_shared_bytes", 0)
 
     def grid_for(self, **counts: int) -> tuple[int, int, int]:
-        """The grid of a launch: `grid` evaluated over `num_tokens`, `num_rows`, `num_seqs` and the constants."""
+        """Evaluate `grid` over `num_tokens`, `num_rows`, `num_seqs` and the constants."""
         return evaluate_grid(self.grid, {**self.constants, **counts})
 
     def to_json(self) -> dict[str, Any]:
@@ -115,7 +128,7 @@ def record_from_json(data: Mapping[str, Any]) -> LaunchRecord:
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """What a cubin says of one of its entries."""
+    """The parameters, block size and chip that a cubin states for one of its entry points."""
 
     parameters: tuple[tuple[int, int], ...]  # (offset, size in bytes), by ordinal
     threads: int
@@ -142,7 +155,10 @@ def check_launch_record(record: LaunchRecord, cubin: bytes) -> None:
 
 
 def read_entry(cubin: bytes, entry: str, name: str) -> EntryInfo:
-    """Parameters and block size of `entry`, from the cubin's ELF sections; `name` is for the messages."""
+    """Read the parameters and the block size of `entry` from the cubin's ELF sections.
+
+    `name` is the kernel's name in error messages.
+    """
     try:
         sections, arch = _sections(cubin)
     except (struct.error, IndexError, ValueError):
@@ -163,7 +179,7 @@ def read_entry(cubin: bytes, entry: str, name: str) -> EntryInfo:
 
 
 def _sections(cubin: bytes) -> tuple[dict[str, bytes], str]:
-    """The sections of a 64-bit ELF file by name, and the chip that its flags name."""
+    """Return the sections of a 64-bit ELF file by name, and the chip that its flags name."""
     if cubin[:5] != b"\x7fELF\x02" or struct.unpack_from("<H", cubin, 18)[0] != EM_CUDA:
         raise ValueError("not a CUDA ELF file")
     table, flags = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<I", cubin, 48)[0]
@@ -174,12 +190,12 @@ def _sections(cubin: bytes) -> tuple[dict[str, bytes], str]:
         names[header[0] : names.index(b"\0", header[0])].decode(): cubin[header[4] : header[4] + header[5]]
         for header in headers
     }
-    # The chip's number: in the low byte of the flags, since Blackwell's version of the format in the second.
+    # The chip's number is in the low byte of the flags. Since Blackwell's version of the format it is in the second.
     return sections, f"sm_{flags >> 8 & 0xFF if cubin[8] >= NEWER_ABI else flags & 0xFF}"
 
 
 def _attributes(data: bytes) -> list[tuple[int, bytes]]:
-    """The (attribute, value) entries of an .nv.info section."""
+    """Return the (attribute, value) entries of an .nv.info section."""
     found = []
     at = 0
     while at < len(data):
@@ -192,14 +208,17 @@ def _attributes(data: bytes) -> list[tuple[int, bytes]]:
 
 
 def evaluate_grid(grid: tuple[str, str, str], values: Mapping[str, int | float]) -> tuple[int, int, int]:
-    """The three axes, expressions over `values`. Raises VerifyError for anything but integers, + - * // and ceil_div."""
+    """Evaluate the three axes of a grid, which are expressions over `values`.
+
+    Raises VerifyError for anything but names, integers, + - * // and ceil_div.
+    """
     x, y, z = (int(eval(_axis(axis), CALLS, values)) for axis in grid)
     return x, y, z
 
 
 @cache
 def _axis(axis: str) -> CodeType:
-    """The code of one axis: names, integers, + - * //, and ceil_div(a, b)."""
+    """Compile the expression of one axis, which may hold names, integers, + - * // and ceil_div(a, b)."""
     tree = ast.parse(axis, mode="eval")
     _check_axis(tree.body)
     return compile(tree, "grid", "eval")

@@ -1,4 +1,4 @@
-"""How much of a chip a kernel can keep busy, by what one of its blocks takes.
+"""The share of a multiprocessor that a kernel can keep busy, from what one of its blocks needs.
 
 Source: CUDA C++ Programming Guide, table of technical specifications per compute capability.
 """
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from inferc.codegen.triton.aot.launch import LaunchRecord
 
-REGISTERS = 64 << 10  # of a multiprocessor
-REGISTER_UNIT = 256  # given to a warp at once
-RESERVED_SHARED = 1 << 10  # of each block, by the system
+REGISTERS = 64 << 10  # registers of a multiprocessor
+REGISTER_UNIT = 256  # a warp gets registers in multiples of this
+RESERVED_SHARED = 1 << 10  # bytes of shared memory that the system reserves for each block
 
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What the blocks on it share."""
+    """The limits that the blocks on a multiprocessor share."""
 
     max_warps: int
     max_blocks: int
@@ -33,7 +33,8 @@ MULTIPROCESSORS = {
 }
 
 
-# Of decode attention, which are all to be there at once: of the chip's largest GPU, as many a multiprocessor as surely fit.
+# The number of programs of decode attention on each chip. All of them must run at once: it is the number of
+# multiprocessors of the chip's largest GPU, times as many programs as surely fit on one.
 PROGRAMS = {
     "sm_80": 2 * 108,
     "sm_86": 84,
@@ -45,12 +46,12 @@ PROGRAMS = {
 
 
 def max_shared_bytes(arch: str) -> int:
-    """Of a block."""
+    """Return the most shared memory that a block can have, in bytes."""
     return MULTIPROCESSORS[arch].shared_bytes - RESERVED_SHARED
 
 
 def occupancy(record: LaunchRecord) -> float:
-    """The share of a multiprocessor's warps that blocks of the kernel fill."""
+    """Return the share of a multiprocessor's warps that blocks of the kernel fill."""
     of = MULTIPROCESSORS[record.arch]
     registers_of_warp = -(-record.resources["registers"] * 32 // REGISTER_UNIT) * REGISTER_UNIT
     shared = record.block_shared_bytes + RESERVED_SHARED

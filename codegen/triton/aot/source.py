@@ -1,4 +1,4 @@
-"""A Triton kernel and the choices under which it is compiled: what the compiler, the interpreter and a launch go by."""
+"""A Triton kernel and the choices under which it is compiled, for the compiler, the interpreter and launches."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ POINTERS = {
     "int32": "*i32",
     "int64": "*i64",
 }
-# What `counts_ptr` points to, which every kernel reads on the device: a step's tokens, its logits rows, its sequences.
-# A graph that was captured for more of them leaves the rest alone.
+# Indices into `counts_ptr`: the step's numbers of tokens, of logits rows and of sequences. Every kernel reads them on
+# the device, so that a graph that was captured for larger numbers leaves the rest alone.
 COUNTS = {"tokens": 0, "rows": 1, "seqs": 2}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel, specialised.
+    """A Triton kernel with the argument types, constants, grid and warps that it is compiled for.
 
-    function: a triton.jit function. signature: argument name to "*bf16", "i32", …, in order, the constants left out.
-    Pointers are multiples of 16 bytes unless `unaligned` has them. grid: one expression per axis over `num_tokens`,
-    `num_rows`, `num_seqs` and the constants, see `LaunchRecord.grid_for`. A constant `WIDE_DOT` is for the interpreter,
-    whose products of bfloat16 are wrong.
-    stack_bytes: of a thread's registers, how much may lie in memory, which is slow.
-    product: what it computes, if a library can as well.
+    - `function`: a triton.jit function.
+    - `signature`: argument name to "*bf16", "i32", …, in order, without the constants. Pointers are multiples of 16
+      bytes unless `unaligned` names them.
+    - `constants`: the values of constexpr arguments. `WIDE_DOT` is for the interpreter, whose products of bfloat16 are
+      wrong.
+    - `grid`: one expression per axis over `num_tokens`, `num_rows`, `num_seqs` and the constants, see
+      `LaunchRecord.grid_for`.
+    - `stack_bytes`: how many bytes of a thread's registers may spill to memory, which is slow.
+    - `product`: what the kernel computes, if a library can compute it as well.
     """
 
     function: Any
@@ -45,7 +48,7 @@ class Source:
 
     @property
     def all_constants(self) -> dict[str, int | float]:
-        """The constants, and 0 for each argument of the function of which this specialisation has nothing."""
+        """The constants, and 0 for each argument of the function that this specialisation does not have."""
         return {**self.constants, **absent(self.function, (*self.signature, *self.constants))}
 
     @property
@@ -57,5 +60,5 @@ class Source:
 
 
 def absent(function: Any, given: Iterable[str]) -> dict[str, int | float]:
-    """0 for each argument of a triton.jit function that is not among those `given`."""
+    """Return 0 for each argument of a triton.jit function that is not among those `given`."""
     return dict.fromkeys([name for name in function.arg_names if name not in set(given)], 0)

@@ -1,9 +1,11 @@
-"""What was measured on a chip, in place of what kernels choose by reasoning: data, in configs/<chip>.json.
+"""The tiles and libraries that were measured to be best on a chip, which replace the choices that kernels make.
 
-Each entry is of a "kernel" whose `shape_of` is its "shape", and has one of two things or both. A tile: "constants",
-"num_warps", "num_stages", and the microseconds that it took, "us". A library that is faster: "library", {"name",
-"from_rows", "us"}, where "us" has what the kernel took and what the library did, by number of rows. `make gpu-tune`
-writes them.
+They are data in configs/<chip>.json, which `make gpu-tune` writes. Each entry is for a "kernel" whose `shape_of` equals
+its "shape", and has one or both of these:
+
+- A tile: "constants", "num_warps", "num_stages", and the microseconds that it took, "us".
+- A faster library: "library" with {"name", "from_rows", "us"}. Its "us" has, by number of rows, the microseconds that
+  the kernel took and those that the library took.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from inferc.codegen.triton.aot.launch import LibraryChoice
 from inferc.codegen.triton.aot.source import Source
 
 FOLDER = Path(__file__).parents[1] / "configs"
+# Constants that change how a result is computed, but neither the result nor what the caller passes.
 TILES = (
     "BLOCK_N",
     "BLOCK_K",
-)  # constants that change how a result is computed, and neither it nor what the caller gives
+)
 
 
 def shape_of(source: Source) -> dict[str, Any]:
-    """What a tile is chosen by: the kernel's types and constants, without tiles and strides."""
+    """Return what a tile is chosen by: the kernel's types and constants, without tiles and strides."""
     types = list(dict.fromkeys(kind for kind in source.signature.values() if kind != "*i32"))
     kept = {
         name: value for name, value in source.constants.items() if name not in TILES and not name.endswith("STRIDE")
@@ -34,7 +37,7 @@ def shape_of(source: Source) -> dict[str, Any]:
 
 
 def tuned(kernel: str, source: Source, arch: str) -> Source:
-    """The source with the tile that was measured on this chip, if one was."""
+    """Return the source with the tile that was measured on this chip, if one was."""
     entry = _entry(kernel, source, arch)
     if "constants" not in entry:
         return source
@@ -45,7 +48,7 @@ def tuned(kernel: str, source: Source, arch: str) -> Source:
 
 
 def library_choice(kernel: str, source: Source, arch: str) -> LibraryChoice | None:
-    """From how many rows on which library is faster on this chip, if one was measured to be."""
+    """Return the library that was measured to be faster on this chip and from how many rows on, or None."""
     measured = _entry(kernel, source, arch).get("library")
     if measured is None or source.product is None:
         return None
@@ -53,7 +56,7 @@ def library_choice(kernel: str, source: Source, arch: str) -> LibraryChoice | No
 
 
 def _entry(kernel: str, source: Source, arch: str) -> dict[str, Any]:
-    """What was measured of a kernel."""
+    """Return the tuning entry of a kernel, or an empty one."""
     shape = shape_of(source)
     of_kernel = (entry for entry in _entries(arch) if entry["kernel"] == kernel and entry["shape"] == shape)
     return next(of_kernel, {})

@@ -1,1 +1,1 @@
-"""The Triton kernels, a module a kind."""
+"""The Triton kernels, one module per kind."""

@@ -1,22 +1,25 @@
-"""How a step's decode attention is shared out between programs: once a step and kind of KV group, on the device.
+"""The plan that divides a step's decode attention among programs, made on the device once per kind of KV group.
 
-The keys that a sequence's new tokens see go in tiles; all tiles of all sequences and kv heads, in this order, are one line,
-of which each program does an equal stretch, whatever the lengths are. So decode needs scratch for two partial results of a
-program, and none that grows with tokens or sequences.
+The keys that a sequence's new tokens attend to are cut into tiles. The tiles of all sequences and kv heads, in this
+order, form one line. Each program processes an equal stretch of the line, whatever the lengths of the sequences are.
+Decode therefore needs scratch memory for two partial results per program, and none that grows with tokens or sequences.
 
     sequence 0                       sequence 1
     head 0       head 1       ...    head 0               head 1
     [0 ... n0)   [0 ... n0)          [0 ......... n1)     [0 ......... n1)
     |  program 0   |  program 1   |  program 2   |  ...
 
-A sequence's sums then depend on where it is cut, and so on the batch. In the invariant order keys are summed cell by cell, and
-cells one by one in the order of the keys. A cell is [first, end) of positions, whatever the sequence's length, the step's new
-tokens and the programs are: so a prompt's chunks do not show either. A program does the cells that start in its stretch.
+In the fast order of addition, a sequence's sums depend on where the line is cut, and so on the batch. In the invariant
+order, keys are summed cell by cell, and cells are merged one by one in the order of the keys. A cell is a range [first,
+end) of positions that depends neither on the sequence's length, nor on the step's new tokens, nor on the number of
+programs. So it does not matter either how a prompt is cut into chunks. A program processes the cells that start in its
+stretch.
 
-Where sequences share a prefix, `shared` keys of each are done by its group, and the line has only those behind.
+Where sequences share a prefix, the first `shared` keys of each are processed for its whole group, and the line has only
+the keys after them.
 
-plan: [tiles of a program, starts[0], ..., starts[num_seqs]] i32, of which starts are the sums of the tiles, of one kv head,
-of the sequences before.
+The plan is [tiles of a program, starts[0], ..., starts[num_seqs]] in i32. starts[i] is the number of tiles of all
+sequences before i, for one kv head.
 """
 
 from __future__ import annotations
@@ -30,16 +33,17 @@ from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.kernels.attention_tiles import MASKS, SEQS, first_key
 
 UNIT = 64  # keys of a tile
-LEAST_TILES = 4  # of a program, or of a cell: what is worth a partial result
-DOUBLINGS = 12  # of cells: to positions no model has
+LEAST_TILES = 4  # the least tiles of a program, or of a cell, that are worth a partial result
+DOUBLINGS = 12  # how often the size of cells may double: enough for positions that no model has
 
 
 @dataclass(frozen=True)
 class Cells:
-    """How positions are divided into cells.
+    """A division of positions into cells.
 
-    keys: of a cell. grow: cells that begin at 16 * keys and on have twice as many, from twice as far four times, and so on.
-    most: cells that a sequence's new tokens may see.
+    `keys` is the number of positions in a cell. With `grow`, cells that begin at position 16 * keys or later have 2 *
+    keys positions, those from 32 * keys on 4 * keys, and so on. `most` is the largest number of cells that a sequence's
+    new tokens may attend to.
     """
 
     keys: int
@@ -52,11 +56,14 @@ class Cells:
 
 
 TILES = Cells(UNIT, False, 0)
-"""A cell is a tile: sums are made of a stretch at a time."""
+"""The cells of the fast order of addition: each tile is a cell, and a whole stretch is summed at once."""
 
 
 def invariant_cells(mask: str, window: int, max_model_len: int) -> Cells:
-    """Such that a sequence has a few dozen of them at most, and none is more than an eighth of the keys that are seen."""
+    """Return the cells of the invariant order, whose number per sequence and whose size are both bounded.
+
+    A sequence has a few dozen cells at most, and no cell has more than an eighth of the keys that are attended to.
+    """
     keys = LEAST_TILES * UNIT
     if mask == "causal":
         doublings = sum(max_model_len - 1 >= 16 * keys << each for each in range(DOUBLINGS))
@@ -68,7 +75,7 @@ def invariant_cells(mask: str, window: int, max_model_len: int) -> Cells:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def cell_at(key, CELL: tl.constexpr, GROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The cell that a position is in; -1 of -1."""
+    """Return the cell that holds a position; it is -1 for position -1."""
     if GROW:
         doublings = key * 0
         for doubling in tl.static_range(12):
@@ -81,7 +88,7 @@ def cell_at(key, CELL: tl.constexpr, GROW: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit  # type: ignore[untyped-decorator]
 def cell_start(cell, CELL: tl.constexpr, GROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first position of a cell."""
+    """Return the first position of a cell."""
     if GROW:
         doublings = tl.maximum(cell // 8 - 1, 0)
         start = (cell - 8 * doublings) * CELL << doublings
@@ -94,9 +101,11 @@ def cell_start(cell, CELL: tl.constexpr, GROW: tl.constexpr):  # type: ignore[no
 def line_start(  # type: ignore[no-untyped-def]
     position, shared, MASK: tl.constexpr, WINDOW: tl.constexpr, CELL: tl.constexpr, GROW: tl.constexpr
 ):
-    """Where the tiles begin of a sequence whose first new token is at `position`: at a cell's start.
+    """Return the position where a sequence's tiles begin, which is the start of a cell.
 
-    shared: keys that its group does, whole tiles."""
+    `position` is that of the sequence's first new token. `shared` is the number of keys that its group processes, in
+    whole tiles.
+    """
     first = tl.maximum(first_key(position, MASK, WINDOW), shared)
     return cell_start(cell_at(first, CELL, GROW), CELL, GROW)
 
@@ -149,10 +158,11 @@ def attention_plan(
     cells: Cells = TILES,
     has_shared: bool = False,
 ) -> Source:
-    """query_start [seqs + 1], seq_lens [seqs] i32 -> plan, see the module and `plan_bytes`.
+    """Return the kernel that makes the plan from query_start [seqs + 1] and seq_lens [seqs], both i32.
 
-    Sequences with more than `most_new` new tokens have no tiles. shared [seqs] i32: keys of each that its group does.
-    num_programs and cells: those of the `decode_attention` that goes by the plan.
+    The plan is described in the module's docstring, its size by `plan_bytes`. Sequences with more than `most_new` new
+    tokens get no tiles. shared [seqs] i32 has the number of keys of each sequence that its group processes.
+    `num_programs` and `cells` are those of the `decode_attention` that uses the plan.
     """
     names = ("query_start_ptr", "seq_lens_ptr", "shared_ptr", "plan_ptr", "counts_ptr")
     constants = {**cells.constants}

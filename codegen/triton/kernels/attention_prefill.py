@@ -1,7 +1,7 @@
-"""Prefill attention: sequences of more new tokens than decode does, in tiles of them whose products fill tensor cores.
+"""The prefill attention kernel for sequences with more new tokens than decode handles, in tiles that fill tensor cores.
 
-In the invariant order a token has the bits that decode would give it: tiles are as few rows as decode's, and keys are summed by
-the same cells. That reads K and V several times as often.
+In the invariant order, a token gets the same bits as decode would give it: tiles have as few rows as those of decode,
+and keys are summed by the same cells. That reads K and V several times as often.
 """
 
 from __future__ import annotations
@@ -66,7 +66,11 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
     PTX: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """QUERIES: tokens of a program. MOST_CELLS: 0 if all keys are summed as one. The last programs begin first: a sequence's last tokens see the most keys."""
+    """Compute the attention of QUERIES new tokens of one sequence, for the query heads of one kv head.
+
+    MOST_CELLS is 0 if all keys are summed at once, without cells. The last programs run first, since a sequence's last
+    tokens attend to the most keys.
+    """
     program, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     num_seqs = tl.load(counts_ptr + 2)
     seq = last_up_to(query_start_ptr, num_seqs, program, QUERIES, SEQS)
@@ -85,12 +89,12 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(q_ptr + (token * Q_STRIDE + head * DIM)[:, None] + d[None, :], mask=there, other=0.0)
         if WIDE_DOT:
             q = q.to(tl.float32)
-        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
+        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l_i = tl.zeros((BLOCK_M,), tl.float32)
         if HAS_SINKS:
-            top = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-            total += 1.0
-        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            m_i = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+            l_i += 1.0
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         lowest = seq_len - num_new + first
         highest = tl.minimum(lowest + QUERIES, seq_len) - 1
         position = tl.minimum(seq_len - num_new + new, highest)
@@ -101,35 +105,83 @@ def prefill_attention_kernel(  # type: ignore[no-untyped-def]
         head_ptr = cache_ptr + kv_head * (2 * PART)
         read_from = first_key(lowest, MASK, WINDOW)
         if MOST_CELLS == 0:
-            top, total, sums = attend(
-                *(q, top, total, sums, head_ptr, table_ptr, slope, position, lowest, highest),
-                *(read_from // TILE * TILE, highest + 1),
-                *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, ALIBI, INT8),
-                *(IN_ORDER, TILE, STAGES, LOG2_E, PTX, WIDE_DOT),
+            m_i, l_i, acc = attend(
+                q,
+                m_i,
+                l_i,
+                acc,
+                head_ptr,
+                table_ptr,
+                slope,
+                position,
+                lowest,
+                highest,
+                read_from // TILE * TILE,
+                highest + 1,
+                DIM,
+                PART,
+                BLOCK_STRIDE,
+                BLOCK_SIZE,
+                SCALE,
+                SOFTCAP,
+                MASK,
+                WINDOW,
+                ALIBI,
+                INT8,
+                IN_ORDER,
+                TILE,
+                STAGES,
+                LOG2_E,
+                PTX,
+                WIDE_DOT,
             )
         else:
             for cell in range(cell_at(read_from, CELL, GROW), cell_at(highest, CELL, GROW) + 1):
-                cell_top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-                cell_total = tl.zeros((BLOCK_M,), tl.float32)
-                cell_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-                cell_top, cell_total, cell_sums = attend(
-                    *(q, cell_top, cell_total, cell_sums, head_ptr, table_ptr, slope, position, lowest, highest),
-                    *(cell_start(cell, CELL, GROW), tl.minimum(cell_start(cell + 1, CELL, GROW), highest + 1)),
-                    *(DIM, PART, BLOCK_STRIDE, BLOCK_SIZE, SCALE, SOFTCAP, MASK, WINDOW, ALIBI, INT8),
-                    *(IN_ORDER, TILE, STAGES, LOG2_E, PTX, WIDE_DOT),
+                cell_m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                cell_l = tl.zeros((BLOCK_M,), tl.float32)
+                cell_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+                cell_m, cell_l, cell_acc = attend(
+                    q,
+                    cell_m,
+                    cell_l,
+                    cell_acc,
+                    head_ptr,
+                    table_ptr,
+                    slope,
+                    position,
+                    lowest,
+                    highest,
+                    cell_start(cell, CELL, GROW),
+                    tl.minimum(cell_start(cell + 1, CELL, GROW), highest + 1),
+                    DIM,
+                    PART,
+                    BLOCK_STRIDE,
+                    BLOCK_SIZE,
+                    SCALE,
+                    SOFTCAP,
+                    MASK,
+                    WINDOW,
+                    ALIBI,
+                    INT8,
+                    IN_ORDER,
+                    TILE,
+                    STAGES,
+                    LOG2_E,
+                    PTX,
+                    WIDE_DOT,
                 )
-                top, total, sums = merge(top, total, sums, cell_top, cell_total, cell_sums)
+                m_i, l_i, acc = merge(m_i, l_i, acc, cell_m, cell_l, cell_acc)
         out_at = out_ptr + (token * OUT_STRIDE + head * DIM)[:, None] + d[None, :]
-        tl.store(out_at, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+        tl.store(out_at, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=there)
 
 
 def prefill_attention(shape: AttentionShape, cells: Cells = TILES) -> Source:
-    """`inferc.paged_attention` of the sequences of more than `query_limit` new tokens; other rows of out are left alone.
+    """Return the kernel of `inferc.paged_attention` for the sequences of more than `query_limit` new tokens.
 
-    The arguments, and cells, are those of `decode_attention`.
+    It leaves the other rows of out alone. The arguments and `cells` are those of `decode_attention`.
     """
     dtype, dim, group, int8_kv = shape.dtype, shape.dim, shape.group, shape.int8_kv
-    # As much as registers hold: int8 needs some to be converted in, and float32 all.
+    # As many rows as registers hold: int8 needs some registers for its conversion, and float32 needs all of them.
     rows = 128 >> (dim > 128) >> int8_kv if dtype != "float32" else 32
     rows = max(rows, int(triton.next_power_of_2(group)))
     tile = 16 if dtype == "float32" else 32 if dim > 128 or (int8_kv and dim <= 64) else 64

@@ -1,7 +1,8 @@
-"""What the attention kernels share: which keys a query sees, and the online softmax over tiles of keys.
+"""The code that attention kernels share: which keys a query attends to, and the online softmax over tiles of keys.
 
-A program has the query heads of one kv head, for some new tokens of one sequence, as the rows of its products; keys go by
-in tiles at absolute positions. Sources: Dao 2023, arXiv:2307.08691; Kwon et al. 2023, arXiv:2309.06180.
+A program takes the query heads of one kv head, for some new tokens of one sequence, as the rows of its products. It
+goes through the keys in tiles at absolute positions. Sources: Dao 2023, arXiv:2307.08691; Kwon et al. 2023,
+arXiv:2309.06180.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from inferc.kv_groups import SCALE_BYTES
 
 MASKS = ("causal", "sliding", "chunked")
 LOG2_E = 1.4426950408889634
-SEQS = 256  # that a search looks at together
+SEQS = 256  # sequences that a search looks at together
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def first_key(position, MASK: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first key that the query at `position` sees; it sees all from there to itself."""
+    """Return the first key that the query at `position` attends to; it attends to all from there to itself."""
     first = position * 0
     if MASK == 1:
         first = tl.maximum(position - WINDOW + 1, 0)
@@ -32,10 +33,10 @@ def first_key(position, MASK: tl.constexpr, WINDOW: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def last_up_to(starts_ptr, count, value, QUERIES: tl.constexpr, SEQS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The last of `count` sequences that starts at `value` or before.
+    """Return the last of `count` sequences that starts at `value` or before.
 
-    QUERIES: if not 0, the tokens of a program; a sequence then starts at program starts[seq] // QUERIES + seq, which leaves
-    enough of them for its tokens.
+    If QUERIES is not 0, it is the number of tokens of a program, and `value` is a program. A sequence then starts at
+    program starts[seq] // QUERIES + seq, which leaves enough programs for its tokens.
     """
     found = -1
     for first in range(0, count, SEQS):
@@ -49,11 +50,13 @@ def last_up_to(starts_ptr, count, value, QUERIES: tl.constexpr, SEQS: tl.constex
 
 @triton.jit  # type: ignore[untyped-decorator]
 def widened(x, dtype: tl.constexpr, IN_ORDER: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int8 in another dtype. PTX: to bfloat16 by NVIDIA's instructions.
+    """Convert int8 values to `dtype`.
 
-    They take four at a time: 0x4300 is 128, whose last bit is worth 1, so that seven bits of x put there are 128 + x; the
-    sign is worth -128, and in the same place makes 256 of the 128 to be subtracted. IN_ORDER: convert rows as they were
-    loaded and reorder the results, for the operand of a product that would be put together from single bytes.
+    With PTX, NVIDIA's instructions convert to bfloat16, four values at a time. The bfloat16 0x4300 is 128, and the last
+    bit of its mantissa is worth 1: the low seven bits of x, put there, make 128 + low. Then 128 is subtracted. The sign
+    bit of x is worth -128: put into the same byte of the subtrahend, it makes 256 of the 128. With IN_ORDER, rows are
+    converted in the order in which they were loaded, and the results are reordered. That is for an operand which would
+    otherwise be put together from single bytes.
     """
     if PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -84,9 +87,9 @@ def widened(x, dtype: tl.constexpr, IN_ORDER: tl.constexpr, PTX: tl.constexpr): 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend(  # type: ignore[no-untyped-def]
     q,
-    top,
-    total,
-    sums,
+    m_i,
+    l_i,
+    acc,
     head_ptr,
     table_ptr,
     slope,
@@ -112,26 +115,30 @@ def attend(  # type: ignore[no-untyped-def]
     PTX: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """The keys [start, end) added to an online softmax: its largest score (times log2(e)), its sum, its sum of values.
+    """Add the keys [start, end) to an online softmax, and return its new state: m_i, l_i and acc.
 
-    q [rows, dim], of which row r is at position[r], the first at `lowest` and the last at `highest`.
-    head_ptr: the layer's and kv head's part of block 0. table_ptr: the sequence's blocks. slope [rows]: with ALIBI, what a
-    row's score gets for each position that the key lies further on.
+    m_i [rows] is the largest score times log2(e), l_i [rows] the sum of the exponentials, and acc [rows, dim] the
+    sum of the values weighted by them.
+
+    q is [rows, dim]. Row r is at position[r], the first row at `lowest` and the last one at `highest`. head_ptr is the
+    layer's and kv head's part of block 0. table_ptr is the sequence's block table. With ALIBI, slope [rows] is what a
+    row's score gains for each position that the key lies further on.
     """
-    UNITS: tl.constexpr = LOG2_E if SOFTCAP != 0.0 or ALIBI else SCALE * LOG2_E  # of the scores, as exponents of 2
+    UNITS: tl.constexpr = LOG2_E if SOFTCAP != 0.0 or ALIBI else SCALE * LOG2_E  # scores times this are exponents of 2
     d = tl.arange(0, q.shape[1])
     from_key = first_key(position, MASK, WINDOW)
     read_from = first_key(lowest, MASK, WINDOW)
     whole_from, whole_end = first_key(highest, MASK, WINDOW), tl.minimum(lowest + 1, end)
     key = start + tl.arange(0, TILE)
-    # What no query sees is not read: its block may have been given back, and hold anything.
+    # Keys that no query attends to are not read: their block may have been freed, and may hold anything.
     block = tl.load(table_ptr + key // BLOCK_SIZE, mask=(key >= read_from) & (key < end), other=0)
     for tile in tl.range(start, end, TILE, num_stages=STAGES):
         key = tile + tl.arange(0, TILE)
         is_read = (key >= read_from) & (key < end)
         at = head_ptr + block.to(tl.int64) * BLOCK_STRIDE
         row = key % BLOCK_SIZE
-        # The blocks of the next tile are read a tile ahead: copies that waited for them would not overlap with products.
+        # Block table entries are loaded one tile ahead: copies of K and V that had to wait for them would not overlap
+        # with the products.
         after = key + TILE
         block = tl.load(table_ptr + after // BLOCK_SIZE, mask=(after >= read_from) & (after < end), other=0)
         there = is_read[:, None] & (d < DIM)[None, :]
@@ -146,18 +153,18 @@ def attend(  # type: ignore[no-untyped-def]
         if INT8:
             scores *= k_scale[None, :]
         if SOFTCAP != 0.0:
-            # tanh by one exponential, which may overflow to infinity and then gives 1
+            # tanh from one exponential: where that overflows to infinity, tanh is 1, as it should be.
             scores = SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (SCALE * 2.0 * LOG2_E / SOFTCAP)) + 1.0))
         if ALIBI:
             scores = scores * SCALE + slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
-        if (tile < whole_from) | (tile + TILE > whole_end):  # not all see all keys
+        if (tile < whole_from) | (tile + TILE > whole_end):  # some query does not attend to some key
             seen = (key[None, :] >= from_key[:, None]) & (key[None, :] <= position[:, None])
             scores = tl.where(seen & (key < end)[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1) * UNITS)
+        higher = tl.maximum(m_i, tl.max(scores, 1) * UNITS)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        factor = tl.exp2(top - base)
+        factor = tl.exp2(m_i - base)
         p = tl.exp2(scores * UNITS - base[:, None])
-        total = total * factor + tl.sum(p, 1)
+        l_i = l_i * factor + tl.sum(p, 1)
         v = tl.load((at + PART + row * DIM)[:, None] + d[None, :], mask=there, other=0)
         if INT8:
             v = widened(v, q.dtype, IN_ORDER, PTX)
@@ -166,28 +173,32 @@ def attend(  # type: ignore[no-untyped-def]
         p = p.to(v.dtype)
         if WIDE_DOT:
             p, v = p.to(tl.float32), v.to(tl.float32)
-        sums = tl.dot(p, v, sums * factor[:, None], input_precision="ieee")
-        top = higher
-    return top, total, sums
+        acc = tl.dot(p, v, acc * factor[:, None], input_precision="ieee")
+        m_i = higher
+    return m_i, l_i, acc
 
 
 @triton.jit
-def merge(top, total, sums, other_top, other_total, other_sums):  # type: ignore[no-untyped-def]
-    """Two softmaxes over different keys as one; rounded in the same way wherever it is compiled."""
-    higher = tl.maximum(top, other_top)
+def merge(m_i, l_i, acc, other_m, other_l, other_acc):  # type: ignore[no-untyped-def]
+    """Merge two softmaxes over different keys into one.
+
+    The result is rounded in the same way wherever the function is compiled.
+    """
+    higher = tl.maximum(m_i, other_m)
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    factor, other_factor = tl.exp2(top - base), tl.exp2(other_top - base)
-    total = tl.fma(total, factor, other_total * other_factor)
-    sums = tl.fma(sums, tl.broadcast_to(factor[:, None], sums.shape), other_sums * other_factor[:, None])
-    return higher, total, sums
+    factor, other_factor = tl.exp2(m_i - base), tl.exp2(other_m - base)
+    l_i = tl.fma(l_i, factor, other_l * other_factor)
+    acc = tl.fma(acc, tl.broadcast_to(factor[:, None], acc.shape), other_acc * other_factor[:, None])
+    return higher, l_i, acc
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What an attention kernel is made for, whichever way it goes through keys.
+    """The sizes, dtypes and masks that an attention kernel is compiled for.
 
-    dtype: of q and out, whose rows have heads * dim elements and lie `strides` elements apart. layers and block_size: of the
-    cache's blocks. mask and window: as `inferc.paged_attention` has them.
+    It does not say how the kernel goes through the keys. `dtype` is that of q and out. Their rows have heads * dim
+    elements, and are `strides` elements apart. `layers` and `block_size` describe the cache's blocks. `mask` and
+    `window` are those of `inferc.paged_attention`.
     """
 
     dtype: str
@@ -207,11 +218,11 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads of a kv head."""
+        """The number of query heads per kv head."""
         return self.heads // self.kv_heads
 
     def signature(self, scratch: dict[str, str]) -> dict[str, str]:
-        """The arguments of a kernel; scratch: name to dtype of what it has besides."""
+        """Return a kernel's arguments; `scratch` maps the name of each further pointer to its dtype."""
         return {
             "q_ptr": POINTERS[self.dtype],
             "cache_ptr": POINTERS["int8" if self.int8_kv else self.dtype],
@@ -225,8 +236,11 @@ class AttentionShape:
         }
 
     def constants(self) -> dict[str, int | float]:
-        """What the kernels have in common. PART: from a head's K to its V, in elements of the pool."""
-        assert self.scale > 0, self.scale  # the largest product is the largest score
+        """Return the constants that all attention kernels have.
+
+        PART is the distance from a head's K to its V, in elements of the pool.
+        """
+        assert self.scale > 0, self.scale  # so that the largest product of q and k is the largest score
         part = self.block_size * (self.dim + (SCALE_BYTES if self.int8_kv else 0))
         return {
             "KV_HEADS": self.kv_heads,
@@ -253,15 +267,19 @@ class AttentionShape:
 
 
 def decode_rows(group: int) -> int:
-    """Rows of decode's products."""
+    """Return the number of rows of decode's products: a power of two, at least 16."""
     return max(16, int(triton.next_power_of_2(group)))
 
 
 def query_limit(group: int) -> int:
-    """Most new tokens of a sequence that decode does; prefill does the others."""
+    """Return the most new tokens of a sequence that decode handles; prefill handles longer ones."""
     return decode_rows(group) // group
 
 
 def stack_bytes(dtype: str, dim: int, int8_kv: bool) -> int:
-    """What ptxas may keep in memory: a few values outside of the loops, or, of float32, which is for tests, any."""
+    """Return how many bytes of a thread's registers ptxas may spill.
+
+    It may spill a few values outside of the loops. With float32 queries and large heads in int8, which only tests use,
+    it may spill any.
+    """
     return 4096 if dtype == "float32" and int8_kv and dim > 64 else 32

@@ -1,4 +1,4 @@
-"""Functions of floats that Triton has none of, in float32: what activations are made of."""
+"""The functions of float32 that activations are made of and that Triton does not have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def silu(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """By one exponential; near 0, where that would lose digits, by the series."""
+    """Compute tanh by one exponential, or by its series near 0, where the exponential would lose digits."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     square = x * x
@@ -33,13 +33,13 @@ def gelu(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gelu_tanh(x):  # type: ignore[no-untyped-def]
-    """By tanh(z) = 2 sigmoid(2 z) - 1, whose cancellation a factor of x hides."""
+    """Compute GELU by tanh(z) = 2 sigmoid(2 z) - 1, whose cancellation the factor x hides."""
     return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What experts make of gate and up; ACTIVATION: the index in `ops.experts.ACTIVATIONS`."""
+    """Combine gate and up as experts do; ACTIVATION is the index in `ops.experts.ACTIVATIONS`."""
     if ACTIVATION == 0:
         out = silu(gate) * up
     elif ACTIVATION == 1:

@@ -1,4 +1,4 @@
-"""Rows of a table in int8, by index, each times its scale."""
+"""The kernel that gathers rows of an int8 table by index, and multiplies each by its scale."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def embedding_int8_kernel(  # type: ignore[no-untyped-def]
 
 
 def embedding_int8(dtype: str, index_dtype: str, rows: str, width: int, out_stride: int) -> Source:
-    """`inferc.embedding_int8`: table [any, width] int8, scale [any] float32, index [rows], out [rows, width] of `dtype`."""
+    """Return the kernel of `inferc.embedding_int8`, which gathers rows of an int8 table and scales them.
+
+    It reads table [any, width] int8, scale [any] float32 and index [rows], and writes out [rows, width] in `dtype`.
+    """
     return Source(
         function=embedding_int8_kernel,
         signature={

@@ -1,4 +1,4 @@
-"""Rows of a table, by index: embeddings, and the rows whose logits are asked for."""
+"""The kernel that gathers rows of a table by index: embeddings, and the rows whose logits are asked for."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def gather_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def gather_rows(dtype: str, rows: str, width: int, table_stride: int, out_stride: int) -> Source:
-    """out[i] = table[index[i]] for the `rows` ("tokens" or "rows") of a step.
+    """Return the kernel of out[i] = table[index[i]] for the `rows` ("tokens" or "rows") of a step.
 
-    table [any, width] and out [rows, width] of `dtype`, `stride` elements from row to row; index [rows] i32.
+    table [any, width] and out [rows, width] are of `dtype`. Their rows are `table_stride` and `out_stride` elements
+    apart. index is [rows] i32.
     """
     return Source(
         function=gather_rows_kernel,

@@ -1,4 +1,4 @@
-"""The write of K and V as they are into their slots of the cache: one program a head."""
+"""The kernel that writes K and V unchanged into their slots of the cache, one program per head."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def kv_write(
     block_size: int,
     unaligned: tuple[str, ...] = (),
 ) -> Source:
-    """`inferc.kv_write`: k, v [tokens, kv_heads * dim], strides: elements from row to row of each; the cache in their dtype.
+    """Return the kernel of `inferc.kv_write`: k and v [tokens, kv_heads * dim] go to a cache in their dtype.
 
-    cache_ptr: the layer's part of block 0 of a pool [block][layer][kv head][k, v][block_size][dim]; slots [tokens] i64.
+    `strides` are the elements from row to row of k and v. cache_ptr is the layer's part of block 0 of a pool
+    [block][layer][kv head][k, v][block_size][dim]. slots is [tokens] i64.
     """
     return Source(
         function=kv_write_kernel,

@@ -1,6 +1,6 @@
-"""LayerNorm, RMSNorm of the heads in a row, and of a sum that nothing else reads.
+"""The kernel of LayerNorm, of RMSNorm of the heads in a row, and of RMSNorm of a sum that nothing else reads.
 
-One program a row or head, which it reads once and holds in registers.
+It has one program per row or head, which reads it once and holds it in registers.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ def norm_parts(
     has_bias: bool = False,
     unaligned: tuple[str, ...] = (),
 ) -> Source:
-    """`inferc.layer_norm` if it `centers`, else `inferc.rms_norm`, of each part of x [rows, parts * width] by itself.
+    """Return the kernel that normalises each part of x [rows, parts * width] by itself.
 
-    sizes: (parts, width). strides: elements from row to row of x, of what is added to it first if it `adds` and of out, and
-    from the weights of a part to those of the next, 0 if all have the same. offset and how as in `rms_norm`.
+    It computes `inferc.layer_norm` if it `centers`, else `inferc.rms_norm`. `sizes` is (parts, width). `strides` has
+    the elements from row to row of x, of what is added to x first if it `adds`, and of out; last comes the distance
+    from the weights of a part to those of the next, 0 if all parts have the same. `offset` and `how` are those of
+    `rms_norm`.
     """
     parts, width = sizes
     block = triton.next_power_of_2(width)

@@ -1,4 +1,7 @@
-"""x @ weight.T on tensor cores, with a bias and a residual where there are, of weights in the dtype of x or in int8."""
+"""The kernel of x @ weight.T on tensor cores, with an optional bias and residual.
+
+Weights are in the dtype of x, or in int8.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,19 @@ def linear_kernel(  # type: ignore[no-untyped-def]
         column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         is_row, is_column = row < rows, (column < N) | (N % BLOCK_N == 0)
         total = product(
-            *(x_ptr, weight_ptr, scale_ptr, bias_ptr, row, is_row, column, is_column),
-            *(K, X_STRIDE, HAS_BIAS, BLOCK_K, WIDE_DOT),
+            x_ptr,
+            weight_ptr,
+            scale_ptr,
+            bias_ptr,
+            row,
+            is_row,
+            column,
+            is_column,
+            K,
+            X_STRIDE,
+            HAS_BIAS,
+            BLOCK_K,
+            WIDE_DOT,
         )
         mask = is_row[:, None] & is_column[None, :]
         dtype = out_ptr.dtype.element_ty
@@ -66,15 +80,17 @@ def linear(
     int8: bool = False,
     unaligned: tuple[str, ...] = (),
 ) -> Source:
-    """out [rows, n] = x [rows, k] @ weight [n, k].T, plus bias [n], rounded, plus residual [rows, n].
+    """Return the kernel of a matrix product with an optional bias and residual.
 
-    strides: elements from row to row of x, the residual and out; up_to: the most rows of a step, or any number of them.
-    int8: the weight is, and its rows are times scale [n] float32.
+    It computes out [rows, n] = x [rows, k] @ weight [n, k].T, plus bias [n], rounded, plus residual [rows, n].
+    `strides` are the elements from row to row of x, the residual and out. `up_to` is the most rows of a step, or None
+    for any number. With `int8`, the weight is int8 and its rows are multiplied by scale [n] float32.
     """
     cut = tile(n, k, dtype, int8, up_to)
     x_stride, residual_stride, out_stride = strides
     product = Product(n, k, dtype, out_dtype, x_stride, out_stride, has_bias, residual_stride if adds else None)
-    # Of another dtype than its operands the library's result has a bias, and what is added to it, of that one.
+    # If the dtype of the library's result differs from that of its operands, its bias and residual must have the dtype
+    # of the result.
     fits_library = not int8 and not unaligned and (dtype == out_dtype or not (has_bias or adds))
     return Source(
         function=linear_kernel,

@@ -1,4 +1,4 @@
-"""The gate's and the up projection with `silu(gate) * up` behind them: neither goes through memory (SwiGLU)."""
+"""The kernel of the gate and up projections with `silu(gate) * up` (SwiGLU), neither of which goes through memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def linear_silu_mul_kernel(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = BLOCK_N // 2  # of the result; of the weight, rows of gate and up in turn
+    WIDTH: tl.constexpr = BLOCK_N // 2  # columns of the result; weight rows alternate between gate and up
     COLUMN_TILES: tl.constexpr = (N + WIDTH - 1) // WIDTH
     rows = tl.load(counts_ptr + COUNT)
     if tl.program_id(0) < tl.cdiv(rows, BLOCK_M) * COLUMN_TILES:
@@ -39,8 +39,19 @@ def linear_silu_mul_kernel(  # type: ignore[no-untyped-def]
         half_column = column_tile * WIDTH + both // 2
         is_row, is_column = row < rows, (half_column < N) | (N % WIDTH == 0)
         total = product(
-            *(x_ptr, weight_ptr, scale_ptr, bias_ptr, row, is_row, half_column + both % 2 * N, is_column),
-            *(K, X_STRIDE, HAS_BIAS, BLOCK_K, WIDE_DOT),
+            x_ptr,
+            weight_ptr,
+            scale_ptr,
+            bias_ptr,
+            row,
+            is_row,
+            half_column + both % 2 * N,
+            is_column,
+            K,
+            X_STRIDE,
+            HAS_BIAS,
+            BLOCK_K,
+            WIDE_DOT,
         )
         dtype = out_ptr.dtype.element_ty
         gate, up = pairs_of(total.to(dtype).to(tl.float32))
@@ -61,9 +72,10 @@ def linear_silu_mul(
     int8: bool = False,
     unaligned: tuple[str, ...] = (),
 ) -> Source:
-    """out [rows, n] = silu(gate) * up, both halves of x [rows, k] @ weight [2 * n, k].T plus bias [2 * n], each rounded.
+    """Return the kernel of out [rows, n] = silu(gate) * up.
 
-    strides: elements from row to row of x and out; up_to and int8 as in `linear`.
+    gate and up are the two halves of x [rows, k] @ weight [2 * n, k].T plus bias [2 * n], each rounded. `strides` are
+    the elements from row to row of x and out. `up_to` and `int8` are those of `linear`.
     """
     cut = tile(2 * n, k, dtype, int8, up_to)
     return Source(

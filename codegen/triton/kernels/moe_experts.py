@@ -1,9 +1,11 @@
-"""Mixture of experts as grouped products: choices of experts sorted by expert, two products by tiles of one expert, and a sum.
+"""The kernels of a mixture of experts: a sort of choices by expert, two grouped products, and a sum.
 
-A choice is a token's k-th expert, numbered token * top_k + k. Nothing is added up by atomics, and each product's sums run over
-its inner axis in ascending tiles, so that a token's bits do not depend on the others. Tiles of rows are found from where each
-expert's choices begin, without a table of them and without their number being known where the grid is made: expert e has the
-tiles from begin[e] // BLOCK_M + e on, which are enough for its choices. Source: Gale et al. 2022, arXiv:2211.15841.
+A choice is a token's k-th expert, numbered token * top_k + k. A tile of a product has choices of one expert only.
+
+Nothing is added by atomics, and each product sums over its inner axis in ascending tiles, so that a token's bits do not
+depend on other tokens. Tiles of rows are found from where each expert's choices begin. That takes no table of tiles,
+and their number need not be known where the grid is made: expert e has the tiles from begin[e] // BLOCK_M + e on, which
+are enough for its choices. Source: Gale et al. 2022, arXiv:2211.15841.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ def sort_choices_kernel(  # type: ignore[no-untyped-def]
     IDS_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A counting sort whose programs each count what lies before one expert, then write its choices in rising order."""
+    """Sort choices by expert, as a counting sort with one program per expert.
+
+    A program counts the choices of the experts before its own, then writes its expert's choices in ascending order.
+    """
     expert = tl.program_id(0)
     choices = tl.load(counts_ptr + COUNT) * TOP_K
     each = tl.arange(0, BLOCK)
@@ -54,8 +59,11 @@ def sort_choices_kernel(  # type: ignore[no-untyped-def]
 
 
 def sort_choices(rows: str, experts: int, top_k: int, ids_stride: int) -> Source:
-    """ids [rows, top_k] i32, `ids_stride` elements from row to row -> order [rows * top_k] i32: choices by rising expert,
-    those of an expert rising too; begins [experts + 1] i32: where each expert's begin, and their number.
+    """Return the kernel that sorts choices by expert.
+
+    It reads ids [rows, top_k] i32, whose rows are `ids_stride` elements apart. It writes order [rows * top_k] i32, the
+    choices by ascending expert, and ascending within an expert. It also writes begins [experts + 1] i32: where each
+    expert's choices begin, and their total number.
     """
     return Source(
         function=sort_choices_kernel,
@@ -74,7 +82,7 @@ def sort_choices(rows: str, experts: int, top_k: int, ids_stride: int) -> Source
 
 @triton.jit  # type: ignore[untyped-decorator]
 def finished(total, scale_at, bias_at, mask, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A product of weights as they are stored, as `dtype` rounds it once it is scaled and has its bias."""
+    """Scale a product of stored weights, add its bias, and round it to `dtype`."""
     if HAS_SCALE:
         total *= tl.load(scale_at, mask=mask, other=0.0)[None, :]
     if HAS_BIAS:
@@ -120,7 +128,11 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """GATED: x has the rows of tokens, a weight those of gate and of up; else x has a row of each choice, as out always has."""
+    """Multiply a tile of one expert's choices by a tile of that expert's weight.
+
+    If GATED, x has one row per token, and a weight has the rows of gate and then those of up. Otherwise x has one row
+    per choice, as out always has.
+    """
     tile = tl.program_id(1)
     choices = tl.load(counts_ptr + COUNT) * TOP_K
     if tile < choices // BLOCK_M + EXPERTS:
@@ -185,12 +197,14 @@ def grouped_linear(
     scales_input: bool = False,
     has_bias: bool = False,
 ) -> Source:
-    """One of the two products of `inferc.moe_experts`, of all choices. out [rows * top_k, n] in `dtype`, as x and bias.
+    """Return the kernel of one of the two products of `inferc.moe_experts`, for all choices.
 
-    gated: out is the activation of both halves of the product of x [rows, k] and weight [experts, 2 * n, k]; else the product
-    of x [rows * top_k, k] and weight [experts, n, k]. A weight in int8 has scale [experts, …] float32, bias is [experts, …].
-    strides: elements from row to row of x and of share [rows, top_k] float32, which multiplies x if it `scales_input`.
-    few: choices in tiles of 16 instead of 64.
+    It writes out [rows * top_k, n] in `dtype`, which is also that of x and bias.
+
+    If `gated`, out is the activation of the two halves of the product of x [rows, k] and weight [experts, 2 * n, k].
+    Otherwise out is the product of x [rows * top_k, k] and weight [experts, n, k]. An int8 weight has scale [experts,
+    …] float32. bias is [experts, …]. `strides` are the elements from row to row of x and of share [rows, top_k]
+    float32, which multiplies x if `scales_input`. With `few`, tiles have 16 choices instead of 64.
     """
     wide = dtype == "float32"
     constants: dict[str, Any] = {
@@ -229,7 +243,7 @@ def grouped_linear(
         grid=("ceil_div(N, BLOCK_N)", f"num_{rows} * TOP_K // BLOCK_M + EXPERTS", "1"),
         num_warps=4,
         num_stages=3,
-        stack_bytes=8,  # ptxas parks a value around the error function of products in int8, for sm_80
+        stack_bytes=8,  # for sm_80, ptxas spills a value around the error function after int8 products
     )
 
 
@@ -270,10 +284,11 @@ def sum_choices_kernel(  # type: ignore[no-untyped-def]
 
 
 def sum_choices(dtype: str, rows: str, top_k: int, width: int, strides: tuple[int, int, int], weighs: bool) -> Source:
-    """out [rows, width] = the sum of a row's top_k rows of x [rows * top_k, width], in rising expert id, in float32.
+    """Return the kernel that sums the results of each token's experts in float32, in ascending expert id.
 
-    strides: elements from row to row of ids [rows, top_k] i32, of share [rows, top_k] float32, which multiplies what is added
-    if it `weighs`, and of out.
+    It computes out [rows, width] from the top_k rows per token of x [rows * top_k, width]. `strides` are the elements
+    from row to row of ids [rows, top_k] i32, of share [rows, top_k] float32, and of out. If it `weighs`, each row of x
+    is multiplied by its share.
     """
     block = min(COLUMNS_BLOCK, triton.next_power_of_2(width))
     return Source(

@@ -1,4 +1,7 @@
-"""The experts of each token and their weights: one program a token, whose scores lie in registers by group and expert."""
+"""The kernel that chooses each token's experts and their weights.
+
+It has one program per token, which holds the token's scores in registers by group and expert.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,11 @@ from inferc.ir.ops.experts import GROUP_SCORES, SCORES
 
 @triton.jit
 def first_best(choice, left, place):  # type: ignore[no-untyped-def]
-    """The lowest place with the largest choice of those that are left. A NaN is taken for the largest, as sorting does."""
-    ranked = tl.where(choice != choice, float("inf"), choice)  # noqa: PLR0124  a NaN is not
+    """Return the lowest place with the largest choice, among the places that are left.
+
+    A NaN counts as the largest, as it does in sorting.
+    """
+    ranked = tl.where(choice != choice, float("inf"), choice)  # noqa: PLR0124  only a NaN differs from itself
     best = tl.max(tl.where(left, ranked, float("-inf")))
     return tl.min(tl.where(left & (ranked == best), place, 1 << 30))
 
@@ -44,7 +50,11 @@ def moe_routing_kernel(  # type: ignore[no-untyped-def]
     SIZE_BLOCK: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
 ):
-    """Expert g * SIZE + i is at (g, i). SCORE: 0 softmax, 1 sigmoid, 2 and 3 of the chosen ones; GROUP_SCORE: 0 its best, 1 of two."""
+    """Choose one token's experts and compute their weights.
+
+    Expert g * SIZE + i is at (g, i). SCORE is 0 for softmax, 1 for sigmoid, 2 for softmax and 3 for sigmoid of the
+    chosen experts only. GROUP_SCORE is 0 if a group's score is its best expert's, 1 if it is the sum of its two best.
+    """
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(counts_ptr + COUNT):
         group, i = tl.arange(0, GROUP_BLOCK), tl.arange(0, SIZE_BLOCK)
@@ -102,10 +112,11 @@ def moe_routing(
     scale: float = 1.0,
     groups: tuple[int, int, str] = (1, 1, "max"),
 ) -> Source:
-    """`inferc.moe_routing`: logits [rows, experts] and bias [experts] of `dtypes`; ids [rows, top_k] i32, weights float32.
+    """Return the kernel of `inferc.moe_routing`, which chooses each token's experts and their weights.
 
-    strides: elements from row to row of logits, ids and weights. groups: how many there are, how many of them are kept, and by
-    what. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
+    It reads logits [rows, experts] and bias [experts] of `dtypes`, and writes ids [rows, top_k] i32 and weights [rows,
+    top_k] float32. `strides` are the elements from row to row of logits, ids and weights. `groups` is the number of
+    groups, how many of them are kept, and by which score. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
     """
     num_groups, top_groups, group_score = groups
     names = ("LOGITS_STRIDE", "IDS_STRIDE", "WEIGHTS_STRIDE")

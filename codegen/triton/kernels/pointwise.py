@@ -1,7 +1,7 @@
-"""Elementwise arithmetic in one pass over memory: `inferc.pointwise`, and each op that is such an expression.
+"""The kernel of elementwise arithmetic in one pass over memory: `inferc.pointwise`, and ops that are such expressions.
 
-One kernel interprets an expression while it is compiled. What it computes is a constant, a program of steps that each
-make one more value: integers, as constants of kernels are.
+The kernel interprets an expression while it is compiled. The expression is a constant: a program of steps that each
+make one more value. The program is an integer, since that is what constants of kernels are.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ BLOCK = 1024  # columns of one program
 MAX_INPUTS = 8
 OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Lt: "less", ast.Gt: "greater"}
 OPERATIONS = ("number", *OPERATORS.values(), *sorted(FUNCTIONS))
-STEP_BITS, OPERAND_BITS, STRIDE_BITS = 40, 8, 32  # a step: its operation, then three values by index or a float32
+# A step is its operation, and then either three values by index or a float32.
+STEP_BITS, OPERAND_BITS, STRIDE_BITS = 40, 8, 32
 
 
 @dataclass
 class _Steps:
-    """Collects the steps of an expression. A value is known by its index: the inputs, then what each step makes."""
+    """A collector of the steps of an expression.
+
+    A value is known by its index: first come the inputs, then what each step makes.
+    """
 
     inputs: int
     steps: list[int] = field(default_factory=list)
@@ -48,9 +52,10 @@ class _Steps:
 
 
 def program_of(expression: str, inputs: int) -> int:
-    """The constant PROGRAM of an expression over so many inputs: its steps, the first in the lowest bits, and a 1 behind.
+    """Return the constant PROGRAM of an expression over `inputs` inputs.
 
-    Raises ValueError for what is no expression, UnsupportedError for one of too many steps.
+    It has the steps, the first one in the lowest bits, and a 1 above the last one. Raises ValueError for what is no
+    expression, and UnsupportedError for one with too many steps.
     """
     made = _Steps(inputs)
     names = {f"x{index}": index for index in range(inputs)}
@@ -64,7 +69,7 @@ def program_of(expression: str, inputs: int) -> int:
     named, result = parse(expression)
     for name, node in named:
         names[name] = value(node)
-    if (last := value(result)) != inputs + len(made.steps) - 1:  # a name alone: it has no step of its own
+    if (last := value(result)) != inputs + len(made.steps) - 1:  # a name alone has no step of its own
         made.apply("max", [last, last])
     return sum(step << STEP_BITS * at for at, step in enumerate(made.steps)) | 1 << STEP_BITS * len(made.steps)
 
@@ -96,8 +101,11 @@ def stride(strides: int, which: int, axis: int) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def offset_in_row(column, WIDTH: tl.constexpr, PART: tl.constexpr, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where an input has what belongs to a column; PART and EACH: its strides."""
-    if PART == WIDTH * EACH:  # its parts follow one another
+    """Return where an input has the element that belongs to a column.
+
+    PART and EACH are the input's strides from part to part and from column to column.
+    """
+    if PART == WIDTH * EACH:  # the parts follow one another without a gap
         out = column * EACH
     else:
         out = column // WIDTH * PART + column % WIDTH * EACH
@@ -106,7 +114,7 @@ def offset_in_row(column, WIDTH: tl.constexpr, PART: tl.constexpr, EACH: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator]
 def result_of(values, PROGRAM: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a step makes of the values before it."""
+    """Compute the value of a step from the values before it."""
     OPERATION: tl.constexpr = operation(PROGRAM, STEP)
     x = values[operand(PROGRAM, STEP, 0)] if OPERATION != "number" else 0.0
     y = values[operand(PROGRAM, STEP, 1)] if OPERATION != "number" else 0.0
@@ -119,7 +127,7 @@ def result_of(values, PROGRAM: tl.constexpr, STEP: tl.constexpr):  # type: ignor
     elif OPERATION == "mul":
         out = x * y
     elif OPERATION == "div":
-        out = tl.div_rn(x, y)  # as exact as a floor of it needs
+        out = tl.div_rn(x, y)  # correctly rounded, since a floor may follow
     elif OPERATION == "less":
         out = x < y
     elif OPERATION == "greater":
@@ -205,10 +213,11 @@ def pointwise(
     out_stride: int,
     unaligned: tuple[str, ...] = (),
 ) -> Source:
-    """out [rows, parts * width] = `expression` (see `ops.pointwise`) of the inputs, in float32, rounded once.
+    """Return the kernel of `expression` over the inputs, in float32, rounded once.
 
-    sizes: (parts, width) of a row. dtypes and strides: of each input, the latter in elements from row to row, from part to part and
-    from column to column; 0 where it repeats.
+    Expressions are described in `ops.pointwise`. The result is out [rows, parts * width]. `sizes` is (parts, width).
+    `dtypes` and `strides` are those of each input. Strides are in elements from row to row, from part to part, and from
+    column to column, and are 0 where the input repeats.
     """
     parts, width = sizes
     kinds = [*dtypes, *["float32"] * (MAX_INPUTS - len(dtypes))]

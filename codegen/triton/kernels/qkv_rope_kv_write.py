@@ -1,7 +1,7 @@
-"""The projection of q, k and v with all that stands between it and attention, as one kernel.
+"""The kernel of the projection of q, k and v, fused with all that comes between it and attention.
 
-A program makes the same pairs of one head for a tile of tokens: their sums meet in a thread, where they are rotated. Norms
-of heads take whole heads to a program.
+A program makes the same pairs of one head for a tile of tokens. A thread holds the sums of both of a pair, and rotates
+them. If heads are normalised, a program makes whole heads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def qkv_rope_kv_write_kernel(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    PARTS: tl.constexpr = (DIM + BLOCK_N - 1) // BLOCK_N  # of a head
+    PARTS: tl.constexpr = (DIM + BLOCK_N - 1) // BLOCK_N  # parts of a head
     WIDTH: tl.constexpr = BLOCK_N // 2
     COLUMN_TILES: tl.constexpr = (HEADS + 2 * KV_HEADS) * PARTS
     tl.static_assert((HOW == 0) | (PARTS == 1), "a norm needs its head in one program")
@@ -65,8 +65,19 @@ def qkv_rope_kv_write_kernel(  # type: ignore[no-untyped-def]
         column = column_of(part * WIDTH + both // 2, both % 2, HALF, PAIRS)
         is_column = (part * BLOCK_N + both < DIM) | (DIM % BLOCK_N == 0)
         total = product(
-            *(x_ptr, weight_ptr, scale_ptr, bias_ptr, token, is_token, head * DIM + column, is_column),
-            *(K, X_STRIDE, HAS_BIAS, BLOCK_K, WIDE_DOT),
+            x_ptr,
+            weight_ptr,
+            scale_ptr,
+            bias_ptr,
+            token,
+            is_token,
+            head * DIM + column,
+            is_column,
+            K,
+            X_STRIDE,
+            HAS_BIAS,
+            BLOCK_K,
+            WIDE_DOT,
         )
         dtype = out_ptr.dtype.element_ty
         first, second = pairs_of(total.to(dtype))
@@ -106,7 +117,10 @@ def qkv_rope_kv_write_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def column_of(pair, which, HALF: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where in a head the first (0) or second (1) of a pair is; those that are not rotated are neighbours."""
+    """Return where in a head the first (0) or second (1) element of a pair is.
+
+    Elements that are not rotated form pairs of neighbours.
+    """
     if PAIRS == 0:
         return tl.where(pair < HALF, pair + which * HALF, 2 * pair + which)
     else:
@@ -132,11 +146,12 @@ def qkv_rope_kv_write(
     how: int = 0,
     unaligned: tuple[str, ...] = (),
 ) -> Source:
-    """`inferc.qkv_rope_kv_write` of rows in `dtype`, with weights in it or in int8.
+    """Return the kernel of `inferc.qkv_rope_kv_write` for rows in `dtype`, with weights in that dtype or in int8.
 
-    x [tokens, k], weight [(heads + 2 * kv_heads) * dim, k], bias as its rows, table [tokens, 2 * half] float32, out
-    [tokens, heads * dim]; strides: elements from row to row of x, the table and out. cache_ptr and slots_ptr as in
-    `rope_kv_write`, eps, offset and how as in `rms_norm`, up_to and int8 as in `linear`. dim is even.
+    It reads x [tokens, k], weight [(heads + 2 * kv_heads) * dim, k], bias [(heads + 2 * kv_heads) * dim] and table
+    [tokens, 2 * half] float32, and writes out [tokens, heads * dim]. `strides` are the elements from row to row of x,
+    the table and out. cache_ptr and slots_ptr are those of `rope_kv_write`; `eps`, `offset` and `how` are those of
+    `rms_norm`; `up_to` and `int8` are those of `linear`. `dim` is even.
     """
     whole = triton.next_power_of_2(dim)
     cut = tile((heads + 2 * kv_heads) * dim, k, dtype, int8, up_to, (whole if how else 16, whole))

@@ -1,4 +1,4 @@
-"""Heads of another size than they had: one program a head."""
+"""The kernel that copies heads to heads of another size, cut or padded with zeros, one program per head."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def resize_heads_kernel(  # type: ignore[no-untyped-def]
 def resize_heads(
     dtype: str, rows: str, heads: int, sizes: tuple[int, int], strides: tuple[int, int], unaligned: tuple[str, ...] = ()
 ) -> Source:
-    """`inferc.resize_heads`: x [rows, heads * sizes[0]], out [rows, heads * sizes[1]]; strides: from row to row of each."""
+    """Return the kernel of `inferc.resize_heads`: x [rows, heads * sizes[0]] to out [rows, heads * sizes[1]].
+
+    `strides` are the elements from row to row of x and out.
+    """
     return Source(
         function=resize_heads_kernel,
         signature={"x_ptr": POINTERS[dtype], "out_ptr": POINTERS[dtype], "counts_ptr": POINTERS["int32"]},

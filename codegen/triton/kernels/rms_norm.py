@@ -1,4 +1,7 @@
-"""RMSNorm, and of a sum that is kept: one program a row, which it reads once and holds in registers."""
+"""The kernel of RMSNorm, and of RMSNorm of a sum that is kept.
+
+It has one program per row, which reads the row once and holds it in registers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ def normed(  # type: ignore[no-untyped-def]
     HOW: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """HOW: 0 no weight, 1 rounded to `dtype` before the weight multiplies it, 2 after."""
+    """Normalise values by the root mean square of their row, and apply the weight and rounding that HOW says.
+
+    HOW is 0 if there is no weight, 1 if values are rounded to `dtype` before the weight multiplies them, 2 if after.
+    """
     out = wide * tl.rsqrt(square_sum / WIDTH + EPS)
     if HOW == 1:
         out = out.to(dtype).to(tl.float32) * (weight + OFFSET).to(dtype).to(tl.float32)
@@ -67,7 +73,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def how_scaled(has_weight: bool, round_before_scale: bool) -> int:
-    """HOW of `normed`."""
+    """Return HOW of `normed`, which says when a row is multiplied by the weight and when it is rounded."""
     return 0 if not has_weight else 1 if round_before_scale else 2
 
 
@@ -81,9 +87,10 @@ def rms_norm(
     how: int,
     adds: bool,
 ) -> Source:
-    """`inferc.rms_norm` and, if it adds, `inferc.rms_norm_add` over the `rows` ("tokens", "rows") of a step.
+    """Return the kernel of `inferc.rms_norm`, or of `inferc.rms_norm_add` if it `adds`.
 
-    strides: elements from row to row of x, the residual, out and the sum; what is not there may be anything.
+    `rows` is "tokens" or "rows" of a step. `strides` are the elements from row to row of x, the residual, out and the
+    sum; those of tensors that are not there do not matter.
     """
     block = triton.next_power_of_2(width)
     names = ("X_STRIDE", "RESIDUAL_STRIDE", "OUT_STRIDE", "SUM_STRIDE")
@@ -105,5 +112,6 @@ def rms_norm(
         },
         grid=(f"num_{rows}", "1", "1"),
         num_warps=max(1, min(16, block // 512)),
-        stack_bytes=8,  # on Blackwell ptxas parks what is computed first and used last, though registers are left
+        # On Blackwell, ptxas spills a value that is computed first and used last, although registers are free.
+        stack_bytes=8,
     )

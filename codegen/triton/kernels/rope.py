@@ -1,4 +1,4 @@
-"""Rotary embedding: the table of a step, and rotation, norms of heads and the write of K and V as one kernel."""
+"""The kernels of rotary embedding: the table of a step, and rotation fused with head norms and the write of K and V."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ def rope_table_kernel(  # type: ignore[no-untyped-def]
 
 
 def rope_table(half: int, out_stride: int, scaling: float) -> Source:
-    """positions [tokens] i64, inv_freq [half] float32 -> out [tokens, 2 * half] float32: cosines, then sines."""
+    """Return the kernel that computes a step's table of cosines and sines.
+
+    It reads positions [tokens] i64 and inv_freq [half] float32, and writes out [tokens, 2 * half] float32: cosines,
+    then sines.
+    """
     return Source(
         function=rope_table_kernel,
         signature={
@@ -49,7 +53,7 @@ def rope_table(half: int, out_stride: int, scaling: float) -> Source:
         },
         grid=("num_tokens", "1", "1"),
         num_warps=1,
-        stack_bytes=32,  # of the library's cosine, for angles beyond 100,000
+        stack_bytes=32,  # the library's cosine spills them for angles beyond 100,000
     )
 
 
@@ -112,7 +116,7 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
         second = tl.load(source + second_at, mask=mask, other=0.0).to(tl.float32)
         j = 2 * HALF + tl.arange(0, REST_BLOCK)
         rest = tl.load(source + j, mask=j < DIM, other=0.0).to(tl.float32)
-        if HOW != 0:  # noqa: SIM102  known when it is compiled, as the other is not
+        if HOW != 0:  # noqa: SIM102  a condition at compile time, which `is_v` is not
             if not is_v:
                 squares = tl.sum(first * first) + tl.sum(second * second) + tl.sum(rest * rest)
                 first_weight = tl.load(weights + first_at, mask=mask, other=0.0).to(tl.float32)
@@ -129,7 +133,7 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
             if PAIRS == 2:
                 to_first, to_second = i, HALF + i
         first, second, rest = first.to(dtype), second.to(dtype), rest.to(dtype)
-        if INT8:  # noqa: SIM102  as above
+        if INT8:  # noqa: SIM102  a condition at compile time, which `is_q` is not
             if not is_q:
                 scale = int8_scale(first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32))
                 values = part + (slot % BLOCK_SIZE) * DIM
@@ -145,7 +149,10 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def int8_scale(first, second, rest):  # type: ignore[no-untyped-def]
-    """What integers of a row in three pieces are multiplied by, as in `quantize_rows`; NaN if one is no finite number."""
+    """Return the scale of a row's int8 values, as `quantize_rows` does, for a row in three pieces.
+
+    It is NaN if the row has a number that is not finite.
+    """
     largest = tl.maximum(tl.max(tl.abs(first), 0), tl.maximum(tl.max(tl.abs(second), 0), tl.max(tl.abs(rest), 0)))
     scale = tl.div_rn(largest, 127.0)
     nothing = tl.sum(first - first, 0) + tl.sum(second - second, 0) + tl.sum(rest - rest, 0)
@@ -154,9 +161,12 @@ def int8_scale(first, second, rest):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def to_int8(x, scale):  # type: ignore[no-untyped-def]
-    """Rounded to nearest, ties to even: what is added and taken away again leaves no place for a fraction."""
+    """Divide by the scale and round to int8, to nearest, ties to even.
+
+    Adding 12582912.0 and subtracting it again leaves no bits for a fraction.
+    """
     rounded = tl.div_rn(x, tl.broadcast_to(scale, x.shape)) + 12582912.0 - 12582912.0
-    rounded = tl.where(rounded == rounded, rounded, 0.0)  # noqa: PLR0124  a NaN
+    rounded = tl.where(rounded == rounded, rounded, 0.0)  # noqa: PLR0124  only a NaN differs from itself
     return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
 
 
@@ -176,12 +186,12 @@ def rope_kv_write(
     unaligned: tuple[str, ...] = (),
     int8_kv: bool = False,
 ) -> Source:
-    """`inferc.rope_kv_write` and, with norms of heads, `inferc.norm_rope_kv_write`.
+    """Return the kernel of `inferc.rope_kv_write` and, with norms of heads, `inferc.norm_rope_kv_write`.
 
-    q [tokens, heads * dim], k and v [tokens, kv_heads * dim], table [tokens, 2 * half] float32, out as q; strides:
-    elements from row to row of q, k, v, the table and out. cache_ptr: the layer's part of block 0 of a pool
-    [block][layer][kv head][k, v][block_size][dim]; slots [tokens] i64. int8_kv: k and v are int8, and behind the block_size
-    rows of each come as many float32, their scales.
+    It reads q [tokens, heads * dim], k and v [tokens, kv_heads * dim] and table [tokens, 2 * half] float32; out has the
+    shape of q. `strides` are the elements from row to row of q, k, v, the table and out. cache_ptr is the layer's part
+    of block 0 of a pool [block][layer][kv head][k, v][block_size][dim]. slots is [tokens] i64. With `int8_kv`, k and v
+    are stored in int8, and behind the block_size rows of each come their scales, one float32 per row.
     """
     part = block_size * (dim + (SCALE_BYTES if int8_kv else 0))
     names = ("Q_STRIDE", "K_STRIDE", "V_STRIDE", "TABLE_STRIDE", "OUT_STRIDE")

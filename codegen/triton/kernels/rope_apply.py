@@ -1,4 +1,4 @@
-"""Rotary embedding of heads that are not written to the cache at once: one program a head."""
+"""The kernel of rotary embedding for heads that are not written to the cache at once, one program per head."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ def rope_apply(
     strides: tuple[int, int, int],
     unaligned: tuple[str, ...] = (),
 ) -> Source:
-    """`inferc.rope`: x, out [rows, heads * dim], table [rows, 2 * half] float32; strides: from row to row of x, table, out.
+    """Return the kernel of `inferc.rope`: it rotates x [rows, heads * dim] by a table [rows, 2 * half] float32.
 
-    Source: Su et al. 2021, arXiv:2104.09864.
+    out has the shape of x. `strides` are the elements from row to row of x, the table and out. Source: Su et al. 2021,
+    arXiv:2104.09864.
     """
     return Source(
         function=rope_apply_kernel,

@@ -1,7 +1,7 @@
-"""`silu(gate) * up` as one pass over memory: each element is read once and written once.
+"""The kernel of `silu(gate) * up` in one pass over memory, which reads and writes each element once.
 
-Float32 arithmetic, rounded once, as the op's reference. gate and up may be the halves of one packed projection, so
-every tensor has its own row stride.
+It computes in float32 and rounds once, as the op's reference does. gate and up may be the halves of one packed
+projection, so that every tensor has its own row stride.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import triton.language as tl
 
 from inferc.codegen.triton.aot.source import COUNTS, POINTERS, Source
 
-BLOCK = 1024  # columns of one program; with 4 warps 8 elements a thread: one 16-byte access in bfloat16
+# Columns of one program. With 4 warps that is 8 elements per thread: one 16-byte access in bfloat16.
+BLOCK = 1024
 NUM_WARPS = 4
 
 
@@ -41,7 +42,10 @@ def silu_mul_kernel(  # type: ignore[no-untyped-def]
 def silu_mul(
     dtype: str, rows: str, width: int, strides: tuple[int, int, int], unaligned: tuple[str, ...] = ()
 ) -> Source:
-    """gate, up, out [rows, width]; strides: elements from row to row of each."""
+    """Return the kernel of `silu(gate) * up` for gate, up and out [rows, width].
+
+    `strides` are the elements from row to row of each.
+    """
     return Source(
         function=silu_mul_kernel,
         signature={

@@ -1,1 +1,1 @@
-"""Steps as one call of a compiled library."""
+"""The CPU runner: each step is one call of a compiled library."""

@@ -1,4 +1,4 @@
-"""The C structs of codegen/cpp/kernels/inferc_abi.h for ctypes, and the compiled library's functions."""
+"""The C structs of codegen/cpp/kernels/inferc_abi.h for ctypes, and the functions of the compiled library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 ABI = 5
 
-# Features that each library's code was compiled to use, as /proc/cpuinfo names them; best first.
+# The CPU features that each library's code was compiled to use, by their names in /proc/cpuinfo; best library first.
 _AVX2 = frozenset(("avx2", "fma", "f16c"))
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512vbmi", "avx512_bf16"}
 TILES = frozenset(("amx_tile", "amx_int8", "amx_bf16"))
@@ -42,42 +42,85 @@ COLLECTIVE = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_void_p, c_int6
 
 class InfercHost(Structure):
     _fields_ = [
-        *(("abi", c_uint64), ("context", c_void_p), ("observe", OBSERVE), ("collective", COLLECTIVE)),
-        *(("ranks", c_int64 * 2), ("taps", c_void_p)),
+        ("abi", c_uint64),
+        ("context", c_void_p),
+        ("observe", OBSERVE),
+        ("collective", COLLECTIVE),
+        ("ranks", c_int64 * 2),
+        ("taps", c_void_p),
     ]
 
 
 class InfercTaps(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("places", "row_bytes", "by_logits_row", "seen")),
-        *(("token_rows", c_void_p), ("num_token_rows", c_int64)),
-        *(("logits_rows", c_void_p), ("num_logits_rows", c_int64)),
+        ("places", c_void_p),
+        ("row_bytes", c_void_p),
+        ("by_logits_row", c_void_p),
+        ("seen", c_void_p),
+        ("token_rows", c_void_p),
+        ("num_token_rows", c_int64),
+        ("logits_rows", c_void_p),
+        ("num_logits_rows", c_int64),
         ("values", c_void_p),
     ]
 
 
 class Exchange(Structure):
-    """Per rank of a group, what goes to it and what comes from it; addresses of i64 arrays."""
+    """The struct of an exchange: what is sent to and received from each rank of a group.
+
+    Its members are addresses of int64 arrays with one entry per rank.
+    """
 
     _fields_ = [
-        *((name, c_void_p) for name in ("send", "receive", "send_offsets", "send_bytes")),
-        *((name, c_void_p) for name in ("receive_offsets", "receive_bytes")),
+        ("send", c_void_p),
+        ("receive", c_void_p),
+        ("send_offsets", c_void_p),
+        ("send_bytes", c_void_p),
+        ("receive_offsets", c_void_p),
+        ("receive_bytes", c_void_p),
     ]
 
 
 class StepArgs(Structure):
     _fields_ = [
         ("abi", c_uint64),
-        *((name, c_int64) for name in ("num_tokens", "num_seqs", "num_rows", "max_tokens", "max_seqs", "max_rows")),
-        *((name, c_void_p) for name in ("token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots")),
-        *((name, c_void_p) for name in ("logits_rows", "slot_mapping", "block_table", "max_blocks", "kv_cache")),
-        *((name, c_void_p) for name in ("weights", "threads", "hidden_in", "hidden_out", "mass_from", "masses")),
+        ("num_tokens", c_int64),
+        ("num_seqs", c_int64),
+        ("num_rows", c_int64),
+        ("max_tokens", c_int64),
+        ("max_seqs", c_int64),
+        ("max_rows", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("query_start_loc", c_void_p),
+        ("seq_lens", c_void_p),
+        ("seq_slots", c_void_p),
+        ("logits_rows", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("block_table", c_void_p),
+        ("max_blocks", c_void_p),
+        ("kv_cache", c_void_p),
+        ("weights", c_void_p),
+        ("threads", c_void_p),
+        ("hidden_in", c_void_p),
+        ("hidden_out", c_void_p),
+        ("mass_from", c_void_p),
+        ("masses", c_void_p),
     ]
 
 
 SAMPLE_ROW_FIELDS = (
-    *("seq_slots", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seeds", "counters", "num_logprobs"),
+    "seq_slots",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seeds",
+    "counters",
+    "num_logprobs",
 )
 
 
@@ -85,22 +128,36 @@ class SampleArgs(Structure):
     _fields_ = [
         ("step", POINTER(StepArgs)),
         ("vocab_size", c_int64),
-        *((name, c_void_p) for name in SAMPLE_ROW_FIELDS),
-        *((name, c_void_p) for name in ("bias_starts", "bias_ids", "bias_values", "banned_starts", "banned_ids")),
-        *((name, c_void_p) for name in ("allowed_starts", "allowed_ids", "counts", "last_ids")),
-        *((name, c_void_p) for name in ("failed", "token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")),
+        *[(name, c_void_p) for name in SAMPLE_ROW_FIELDS],
+        ("bias_starts", c_void_p),
+        ("bias_ids", c_void_p),
+        ("bias_values", c_void_p),
+        ("banned_starts", c_void_p),
+        ("banned_ids", c_void_p),
+        ("allowed_starts", c_void_p),
+        ("allowed_ids", c_void_p),
+        ("counts", c_void_p),
+        ("last_ids", c_void_p),
+        ("failed", c_void_p),
+        ("token_ids", c_void_p),
+        ("logprobs", c_void_p),
+        ("ranks", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_logprobs", c_void_p),
         ("max_top", c_int64),
     ]
 
 
-DTYPES = ("float32", "bfloat16", "int8")  # as numbered in step.h
+DTYPES = ("float32", "bfloat16", "int8")  # in the order of their numbers in step.h
 
 
 class ScoreArgs(Structure):
     _fields_ = [
         ("step", POINTER(StepArgs)),
         ("vocab_size", c_int64),
-        *((name, c_void_p) for name in ("target_ids", "logprobs", "argmax")),
+        ("target_ids", c_void_p),
+        ("logprobs", c_void_p),
+        ("argmax", c_void_p),
     ]
 
 
@@ -119,7 +176,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 def load_library(library: Library) -> ctypes.CDLL:
-    """Open a compiled step and type its functions. Raises ArtifactError if it is not one, or of another ABI."""
+    """Open a compiled step and type its functions. Raises ArtifactError if it is not one, or has another ABI."""
     try:
         opened = open_library(library)
         for name, (result, arguments) in FUNCTIONS.items():
@@ -134,12 +191,12 @@ def load_library(library: Library) -> ctypes.CDLL:
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The features this machine's processors have, and the kernel lets this process use, by the kernel's names."""
+    """Return the CPU features that the processors have and the kernel lets this process use, by the kernel's names."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return frozenset()
-    named = ("flags", "Features")  # on x86-64, on AArch64
+    named = ("flags", "Features")  # the names of the line on x86-64 and on AArch64
     flags = [frozenset(line.partition(":")[2].split()) for line in lines if line.startswith(named)]
     features = frozenset.intersection(*flags) if flags else frozenset()
     return features if not features & TILES or tiles_allowed() else features - TILES
@@ -147,9 +204,10 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def tiles_allowed() -> bool:
-    """Asks the kernel for the tile registers of AMX, which no thread of a process may touch before.
+    """Ask the kernel for permission to use the AMX tile registers, and return whether it was granted.
 
-    Only for processors that have them: the number of the call is x86-64's.
+    No thread of a process may use the registers before. Call it only on processors that have AMX: the system call's
+    number is that of x86-64.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(_SYS_ARCH_PRCTL, c_long(_ARCH_REQ_XCOMP_PERM), c_long(_XFEATURE_XTILEDATA)) == 0:
@@ -159,13 +217,13 @@ def tiles_allowed() -> bool:
 
 
 def detect_isa(features: frozenset[str] | None = None) -> tuple[str, ...]:
-    """The instruction sets that this machine runs, best first."""
+    """Return the instruction sets that this machine runs, best first."""
     have = cpu_features() if features is None else features
     return tuple(isa for isa, needed in ISA_FEATURES.items() if needed <= have)
 
 
 def choose_isa(wanted: str, built: tuple[str, ...], features: frozenset[str] | None = None) -> str:
-    """The library to load: `wanted`, or with "auto" the best that is built and that this machine runs.
+    """Return the library to load: `wanted`, or for "auto" the best one that is built and that this machine runs.
 
     Raises ConfigError saying what is missing.
     """

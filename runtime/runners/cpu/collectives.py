@@ -1,6 +1,7 @@
-"""What a compiled step exchanges with other ranks, on the host's side (codegen/cpp/kernels/inferc_abi.h).
+"""The host's side of the collectives through which compiled steps exchange data between ranks (inferc_abi.h).
 
-A `Group` is one rank's side of those it exchanges with: threads of this process here, processes in process_group.py.
+A `Group` is one rank's side of a group of ranks. Here the ranks are threads of this process; in process_group.py they
+are processes. The C side is in codegen/cpp/kernels/inferc_abi.h.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.errors import InfercError
-from inferc.ir.rendezvous import Meeting
+from inferc.ir.rendezvous import Rendezvous
 from inferc.runtime.runners.cpu import abi
 
-GROUPS = ("tp", "ep")  # by their number in inferc_abi.h
+GROUPS = ("tp", "ep")  # index: the group's number in inferc_abi.h
 ALL_REDUCE_F32, ALL_REDUCE_BF16, EXCHANGE = range(3)
 Bytes = NDArray[np.uint8]
 
 
 class Group(Protocol):
-    """One rank's side of a group. All ranks make the same calls in the same order."""
+    """The interface of one rank's side of a group; all ranks make the same calls in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -31,44 +32,44 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, data: NDArray[np.float32]) -> None:
-        """The sum of every rank's data, in place."""
+        """Replace `data` by the sum of every rank's data."""
 
     def exchange(self, send: Sequence[Bytes], receive: Sequence[Bytes]) -> None:
-        """send[r] goes to rank r, which gets it in its receive[this rank]; sizes agree."""
+        """Send send[r] to each rank r, which receives it in its receive[this rank]; the sizes agree."""
 
     def abort(self) -> None:
-        """This rank failed: let those who wait for it fail too."""
+        """Report that this rank failed, so that ranks waiting for it fail too."""
 
 
 class LocalGroup:
-    """The ranks are threads of this process. Sums are added in the order of ranks."""
+    """A group whose ranks are threads of this process; sums are added in the order of the ranks."""
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+    def __init__(self, rank: int, rendezvous: Rendezvous) -> None:
+        self.rank, self.size, self._rendezvous = rank, rendezvous.size, rendezvous
 
     def all_reduce(self, data: NDArray[np.float32]) -> None:
-        values = self._meeting.exchange(self.rank, data)
+        values = self._rendezvous.exchange(self.rank, data)
         total = values[0].copy()
         for other in values[1:]:
             total += other
-        self._meeting.exchange(self.rank, None)  # nobody writes before all have read
+        self._rendezvous.exchange(self.rank, None)  # a barrier: no rank writes before all have read
         data[:] = total
 
     def exchange(self, send: Sequence[Bytes], receive: Sequence[Bytes]) -> None:
-        for sent, into in zip(self._meeting.exchange(self.rank, send), receive, strict=True):
+        for sent, into in zip(self._rendezvous.exchange(self.rank, send), receive, strict=True):
             into[:] = sent[self.rank]
-        self._meeting.exchange(self.rank, None)
+        self._rendezvous.exchange(self.rank, None)
 
     def abort(self) -> None:
-        self._meeting.abort()
+        self._rendezvous.abort()
 
 
 @dataclass
 class Collectives:
-    """Answers a step's collectives with the groups of this rank, by name ("tp", "ep").
+    """The handler of a step's collectives, which passes them to the groups of this rank by name ("tp", "ep").
 
-    A failure cannot leave compiled code as an exception: it is kept, the step's other collectives do nothing, and
-    `check` raises it when the step is over.
+    A failure cannot leave compiled code as an exception. It is kept, the remaining collectives of the step do nothing,
+    and `check` raises it when the step is over.
     """
 
     groups: Mapping[str, Group] = field(default_factory=dict)
@@ -88,13 +89,13 @@ class Collectives:
             self.abort()
 
     def check(self) -> None:
-        """Raise what went wrong since the last check."""
+        """Raise the error that occurred since the last check, if any."""
         error, self._error = self._error, None
         if error is not None:
             raise InfercError(f"a step's exchange with other ranks failed: {type(error).__name__}: {error}") from error
 
     def abort(self) -> None:
-        """This rank's step failed."""
+        """Tell the groups that this rank's step failed."""
         for group in self.groups.values():
             group.abort()
 
@@ -119,19 +120,19 @@ class Collectives:
 
 
 def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """bfloat16, as its bits, in float32."""
+    """Convert bfloat16 values, given as their bits, to float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def rounded(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bits of the nearest bfloat16, ties to even; a NaN stays one."""
+    """Return the bits of the nearest bfloat16 values, ties to even; a NaN stays a NaN."""
     bits = values.view(np.uint32)
     nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype(np.uint16)
 
 
 def _parts(what: abi.Exchange, side: str, size: int) -> list[Bytes]:
-    """The bytes for each rank, or from each."""
+    """Return one view of bytes per rank: what is sent to it, or received from it."""
     base = getattr(what, side)
     offsets, sizes = (
         (ctypes.c_int64 * size).from_address(getattr(what, f"{side}_{name}")) for name in ("offsets", "bytes")

@@ -1,4 +1,4 @@
-"""Opens the runner of a compiled library: one, or a group of them for an artifact of several ranks."""
+"""The factory of the CPU runner: it opens one runner, or a group of runners for an artifact of several ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
 from inferc.runtime.runners.cpu.abi import choose_isa
 from inferc.runtime.runners.cpu.hidden_rows import has_hidden_rows
 from inferc.runtime.runners.cpu.rank_group import RankGroup
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 
 IN_RANKS: frozenset[Capability] = frozenset(
     ["kv_evict", "kv_events", "offload_in_place", "partial_blocks", "prefix_cache", "record", "threads"]
@@ -19,7 +19,7 @@ ALONE: frozenset[Capability] = IN_RANKS | {"kv_disk", "kv_evict_heavy_hitters", 
 
 
 class CpuRunnerFactory:
-    """For the cpu target."""
+    """The factory of the `cpu` target's runner."""
 
     def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
         if len(artifact.ranks) > 1:
@@ -35,15 +35,16 @@ class CpuRunnerFactory:
         with ExitStack() as opened:
             disk = open_disk(artifact, request.config, groups, lambda: choose_isa(request.config.isa, artifact.isas))
             if disk is None:
-                runner = ModelRunner(artifact, resolved)
+                runner = CpuRunner(artifact, resolved)
             else:
                 opened.callback(disk.close)
-                runner = ModelRunner(artifact, resolved, files=list(zip(disk.files, disk.num_blocks, strict=True)))
+                runner = CpuRunner(artifact, resolved, files=list(zip(disk.files, disk.num_blocks, strict=True)))
                 opened.callback(runner.close)
                 blocks = [runner.blocks(group) for group in range(len(groups))]
                 disk.attach(blocks, [len(of["layers"]) for of in artifact.kv_groups])
             opened.pop_all()
-        # Memory of the KV cache that was asked for by its size is taken before it is needed; else no more than is needed.
+        # With a KV cache of a given size, idle time is used to back its memory before it is needed.
+        # With "auto", no more memory is taken than is needed.
         idle_work = None if request.config.kv_memory_bytes == "auto" else runner.back_cache
         return OpenedRunner(runner, resolved, runner.isa, disk, idle_work=idle_work)
 

@@ -1,4 +1,4 @@
-"""The rows in front of the LM head, where a step left them in its arena."""
+"""The hidden rows before the LM head, read from the arena after a step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from inferc.runtime.step.plan import F32
 
 
 def has_hidden_rows(program: Mapping[str, Any]) -> bool:
-    """Whether a program's rows are numbers that can be read: not of the ones whose LM head reads integers and scales."""
+    """Return whether the hidden rows of a program are stored as bfloat16 or float32 in its arena, so they can be read.
+
+    They are not where the LM head reads quantized integers and scales.
+    """
     hidden = program["step"]["hidden"]
     return hidden["dtype"] in ("bfloat16", "float32") and hidden.get("value") in program["memory_plan"]["values"]
 
 
 def hidden_rows(program: Mapping[str, Any], arena: NDArray[np.uint8], most: MostRows, count: int) -> F32:
-    """[count, hidden_size] as float32. most: what the arena was made for."""
+    """Return the hidden rows as float32 [count, hidden_size]. most: the row counts that the arena was sized for."""
     if not has_hidden_rows(program):
         raise UnsupportedError("this artifact's rows cannot be read; compile it again, without --quantize")
     hidden, plan = program["step"]["hidden"], program["memory_plan"]

@@ -1,6 +1,6 @@
-"""Ranks in processes of their own, on one machine or several: collectives through torch.distributed.
+"""The group of ranks that are processes, on one machine or several: collectives through torch.distributed.
 
-The one module besides the reference runner that imports torch, and only who runs ranks in processes imports it.
+It imports torch, so it is imported only where ranks run as processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inferc.runtime.runners.cpu.collectives import Bytes
 
 
 class ProcessGroup:
-    """This process's side of a torch.distributed group (the default one, unless `group` is given) on the CPU."""
+    """One process's side of a torch.distributed group on the CPU; the default group unless `group` is given."""
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
@@ -39,14 +39,17 @@ class ProcessGroup:
             if len(receive[other]):
                 waiting.append(dist.irecv(torch.from_numpy(receive[other]), self._global(other), self._group))
             if len(send[other]):
-                # Copied: what a rank sends to all may be sent from where others' parts arrive beside it.
+                # Copied: the data to send may lie in the same buffer in which the other ranks' parts arrive.
                 waiting.append(dist.isend(torch.from_numpy(send[other].copy()), self._global(other), self._group))
         for each in waiting:
             assert each is not None
             each.wait()
 
     def abort(self) -> None:
-        """From here on this rank is out of step, and refuses: the others' calls fail at torch.distributed's timeout."""
+        """Mark this rank as out of step, so it refuses further calls.
+
+        The other ranks' calls fail at torch's timeout.
+        """
         self._failed = True
 
     def _require_whole(self) -> None:
@@ -58,10 +61,10 @@ class ProcessGroup:
 
 
 def send_rows(rows: NDArray[Any], to: int) -> None:
-    """Hidden rows to the process of the stage behind: their shape is known there."""
+    """Send hidden rows to the process of the next pipeline stage, which knows their shape."""
     dist.send(torch.from_numpy(rows.view(np.uint8)), to)
 
 
 def receive_rows(rows: NDArray[Any], source: int) -> None:
-    """Fill `rows` with what the process of the stage before sends."""
+    """Fill `rows` with what the process of the previous pipeline stage sends."""
     dist.recv(torch.from_numpy(rows.view(np.uint8)), source)

@@ -1,8 +1,8 @@
-"""All ranks of a partitioned artifact in one process, with the face of one model runner.
+"""The runner of all ranks of a partitioned artifact in one process, with the interface of a single runner.
 
-Each rank has a runner, its threads and its part of the weights and of the cache; tensor and expert ranks meet in memory,
-and pipeline stages hand hidden rows on. On a machine with one memory this is no faster than a whole artifact: it is how
-a partitioned one is certified and tried out before its ranks go where they belong.
+Each rank has a runner, threads, and its part of the weights and of the KV cache. Tensor-parallel and expert-parallel
+ranks exchange data in memory, and pipeline stages hand hidden rows on. On a machine with one memory this is no faster
+than a whole artifact: it serves to certify and try out a partitioned artifact before its ranks run on their machines.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import numpy as np
 
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import InfercError
-from inferc.ir.rendezvous import Meeting
+from inferc.ir.rendezvous import Rendezvous
 from inferc.runtime.artifact.load import Artifact, group_key
 from inferc.runtime.runners.cpu.collectives import Collectives, LocalGroup
-from inferc.runtime.runners.cpu.runner import ModelRunner, Observer
+from inferc.runtime.runners.cpu.runner import CpuRunner, Observer
 from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
 
 
 @dataclasses.dataclass
 class _Rank:
-    runner: ModelRunner
-    groups: list[int]  # the KV groups of the whole that it has a part of, in its own order
+    runner: CpuRunner
+    groups: list[int]  # the indices of the whole artifact's KV groups that this rank holds, in the rank's own order
 
     def plan(self, plan: StepPlan) -> StepPlan:
         slots = tuple(plan.slot_mapping[group] for group in self.groups)
@@ -39,16 +39,16 @@ class _Rank:
 
 
 class RankGroup:
-    """A runner (engine.Runner) whose steps run in `wait`, in the caller's thread and those of the ranks.
+    """A runner whose steps run within `wait`, in the caller's thread and those of the ranks.
 
-    config: for the whole artifact; its threads are shared out among the ranks of a stage, its blocks count for all.
+    config: for the whole artifact. The ranks of a stage share its threads; its block counts hold for every rank.
     """
 
     def __init__(self, artifact: Artifact, config: ResolvedEngineConfig) -> None:
         keys = [group_key(group) for group in artifact.whole_kv_groups]
         num_stages = 1 + max(rank.entry["pp_stage"] for rank in artifact.ranks)
         self._stages: list[list[_Rank]] = []
-        self._meetings: list[Meeting] = []
+        self._rendezvous: list[Rendezvous] = []
         self._queue: deque[StepPlan] = deque()
         self._last_ids = np.zeros(config.max_num_seqs, np.int32)
         self._pool = ThreadPoolExecutor(max(1, len(artifact.ranks)), "inferc-rank")
@@ -60,20 +60,20 @@ class RankGroup:
             raise
 
     def _open_stage(self, ranks: list[Artifact], keys: list[tuple[Any, ...]], config: ResolvedEngineConfig) -> None:
-        meeting = Meeting(len(ranks))
+        rendezvous = Rendezvous(len(ranks))
         made: list[_Rank] = []
-        self._meetings.append(meeting)
+        self._rendezvous.append(rendezvous)
         self._stages.append(made)
         for index, rank in enumerate(ranks):
             groups = [keys.index(group_key(group)) for group in rank.kv_groups]
             blocks = tuple(config.num_blocks[group] for group in groups)
             threads = max(1, config.num_threads // len(ranks))
             settings = replace(config, num_threads=threads, num_blocks=blocks)
-            runner = ModelRunner(rank, settings, first_core=index * threads)
+            runner = CpuRunner(rank, settings, first_core=index * threads)
             made.append(_Rank(runner, groups))
             if len(ranks) > 1:
                 name = "ep" if rank.config["ep"] > 1 else "tp"
-                runner.set_collective(Collectives({name: LocalGroup(index, meeting)}))
+                runner.set_collective(Collectives({name: LocalGroup(index, rendezvous)}))
 
     @property
     def isa(self) -> str:
@@ -81,11 +81,11 @@ class RankGroup:
 
     @property
     def name(self) -> str:
-        """What computes the steps, for people."""
+        """The name of what computes the steps, for people."""
         return f"cpu kernels ({self.isa}, {sum(map(len, self._stages))} ranks)"
 
     def watch_logits(self, sink: Callable[[F32], None] | None) -> None:
-        """Give `sink` the logits float32 [rows, vocab_size] of every step that scores; None ends it."""
+        """Pass `sink` the float32 logits [rows, vocab_size] of every step that scores; None stops it."""
         self._stages[-1][0].runner.watch_logits(sink)
 
     def submit(self, plan: StepPlan) -> None:
@@ -116,10 +116,10 @@ class RankGroup:
         return scores[0].result()
 
     def _run(self, stages: Sequence[list[_Rank]], plan: StepPlan) -> StepResult:
-        """The result of the last of `stages`, or the error of the rank that failed."""
+        """Return the result of the last of `stages`, or the error of the rank that failed."""
         result = StepResult(np.zeros(0, np.int32))
-        for meeting in self._meetings:
-            meeting.reset()
+        for rendezvous in self._rendezvous:
+            rendezvous.reset()
         for stage in stages:
             for rank in stage:
                 rank.runner.submit(rank.plan(plan), result.hidden)
@@ -135,7 +135,7 @@ class RankGroup:
             rank.runner.reset_slot(slot, prompt_ids, output_ids)
 
     def set_observer(self, observer: Observer | None) -> None:
-        """As `ModelRunner.set_observer`, of the last stage's first rank."""
+        """Set the observer of the last stage's first rank, like `CpuRunner.set_observer`."""
         self._stages[-1][0].runner.set_observer(observer)
 
     def close(self) -> None:
@@ -145,7 +145,10 @@ class RankGroup:
         self._pool.shutdown()
 
     def _with_ids(self, plan: StepPlan) -> StepPlan:
-        """The plan with the ids that were sampled since it was made: only the last stage's runners know them."""
+        """Return the plan completed with the late ids, which only the last stage's runners know.
+
+        Late ids are those that were sampled after the plan was made.
+        """
         token_ids = plan.token_ids.copy()
         token_ids[plan.late_rows] = self._last_ids[plan.late_slots]
         none = np.zeros(0, np.int32)
@@ -153,5 +156,5 @@ class RankGroup:
 
 
 def _cause(errors: Sequence[str]) -> str:
-    """The first error of a rank that did not fail for another's sake."""
+    """Return the first error that is not a mere consequence of another rank's failure."""
     return next((each for each in errors if BrokenBarrierError.__name__ not in each), errors[0])

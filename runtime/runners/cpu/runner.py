@@ -1,7 +1,7 @@
-"""Runs steps of a compiled program: its memory, its threads, and the thread that calls it.
+"""The CPU runner: it runs the steps of a compiled program, and owns its memory, its threads and its worker thread.
 
-Steps, slot resets and copies run in the order in which they were asked for, in one worker thread; while compiled code
-runs, the interpreter lock is free.
+Steps, slot resets and copies run in the order of their requests, in one worker thread. The interpreter lock is released
+while compiled code runs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from inferc.system.topology import cores_to_pin, memory_on, nodes_of, read_cores
 
 log = logging.getLogger(__name__)
 
-BACKED_AT_ONCE = 8 << 20  # of the KV cache, in a call: milliseconds
-MAP_NORESERVE = 0x4000  # of Linux; mmap has it from Python 3.13 on
+BACKED_AT_ONCE = 8 << 20  # bytes of the KV cache that one `back_cache` call backs, which takes milliseconds
+MAP_NORESERVE = 0x4000  # Linux's value; the mmap module has it from Python 3.13 on
 Observer = Callable[[dict[str, Any], int, NDArray[Any]], None]
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
@@ -48,7 +48,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class Compiled(Protocol):
-    """What the runner needs of an artifact."""
+    """The interface that the runner needs of an artifact."""
 
     @property
     def program(self) -> dict[str, Any]: ...
@@ -70,13 +70,14 @@ class Compiled(Protocol):
     def view(self, weight: Any) -> NDArray[Any]: ...
 
 
-class ModelRunner:
-    """Steps of one artifact on this machine's CPU.
+class CpuRunner:
+    """A runner that executes the steps of one artifact on this machine's CPU.
 
-    poison fills the arena and the KV pool with NaN first, so that tests see a read of what was never written.
-    first_core: of those to pin to, if threads are pinned; the next are other runners'. files: of each KV group a descriptor
-    and how many blocks of that file lie behind those of the pool, for steps to read.
-    Raises ConfigError for an ISA this machine lacks, UnsupportedError for step inputs that it cannot fill.
+    - poison: fill the arena and the KV pool with NaN first, so that tests notice reads of memory never written.
+    - first_core: index of the first core to pin to, if threads are pinned; cores before it belong to other runners.
+    - files: per KV group, a file descriptor and the number of its blocks to map behind the pool's, for steps to read.
+
+    Raises ConfigError for an ISA that this machine lacks, UnsupportedError for step inputs that it cannot fill.
     """
 
     def __init__(
@@ -98,12 +99,17 @@ class ModelRunner:
         self.num_blocks = config.num_blocks
         self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._groups = artifact.kv_groups
-        self._artifact = artifact  # its weights stay mapped
+        self._artifact = artifact  # kept so that its weights stay mapped
         self._most = MostRows.of(self.max_num_tokens, self.max_num_tokens, self.max_num_seqs)
         tokens, rows, seqs = self._most.tokens, self._most.rows, self._most.seqs
-        self._maxima = (tokens, seqs, rows)  # as `StepArgs` has them
+        self._maxima = (tokens, seqs, rows)  # in the order of `StepArgs`' fields
         self.limits = StepLimits(
-            *(self.max_num_tokens, self.max_num_seqs, rows, self.vocab_size, self.num_blocks, self.block_size),
+            self.max_num_tokens,
+            self.max_num_seqs,
+            rows,
+            self.vocab_size,
+            self.num_blocks,
+            self.block_size,
             num_offloaded=tuple(count for _, count in files),
         )
         self.arena_bytes: int = artifact.memory.reserved_bytes(tokens, seqs, config.num_threads)
@@ -113,7 +119,7 @@ class ModelRunner:
             _allocate_pool(count, size, files[group] if files else None, poison)
             for group, (count, size) in enumerate(zip(self.num_blocks, sizes, strict=True))
         ]
-        # Of each pool, what lies in memory, as far as steps may still have to wait for the system to give it.
+        # Per pool, the memory range whose pages the system has not backed yet; a step that touches one waits for it.
         self._unbacked = [
             (pool.ctypes.data, pool.ctypes.data + count * size)
             for pool, count, size in zip(self._pools, self.num_blocks, sizes, strict=True)
@@ -131,13 +137,16 @@ class ModelRunner:
         self._hidden = _rows_of(inputs["hidden_in"]) if "hidden_in" in inputs else None
         self._hidden_out = _hidden_out(artifact)
         pinned = cores_to_pin(config.num_threads, first_core) if config.pin_threads else ()
-        with memory_on(nodes_of(pinned or read_cores())):  # those threads touch weights, arena and KV cache first
+        with memory_on(nodes_of(pinned or read_cores())):  # these threads touch weights, arena and KV cache
             self._threads = self._open_threads(config.num_threads, [core.cpus[0] for core in pinned])
             self._worker = StepWorker([core.cpus[0] for core in pinned[:1]], lambda: self._collectives.abort())
         log.info(
             "model runner: isa %s, %d threads, arena %.1f MB, %s KV blocks of %d tokens (%.1f MB)",
-            *(self.isa, config.num_threads, self.arena_bytes / 1e6),
-            *(" + ".join(map(str, self.num_blocks)), self.block_size),
+            self.isa,
+            config.num_threads,
+            self.arena_bytes / 1e6,
+            " + ".join(map(str, self.num_blocks)),
+            self.block_size,
             config.kv_memory_bytes / 1e6,
         )
 
@@ -154,10 +163,11 @@ class ModelRunner:
     def submit(self, plan: StepPlan, hidden: Rows | None = None) -> None:
         """Queue a step and its sampling; `wait` returns its result. Raises RequestError for a plan out of bounds.
 
-        hidden: the rows of the pipeline stage before, for a later one.
+        hidden: the rows of the previous pipeline stage, for a later stage.
         """
         self.limits.check(plan)
-        inputs = self._inputs(plan, hidden)  # here, while the step before runs; the worker fills in the late ids
+        # The inputs are prepared here while the previous step runs; the worker fills in the late ids.
+        inputs = self._inputs(plan, hidden)
         sample = None
         if len(plan.logits_rows) and self._hidden_out is None:
             state = self.vocab_size, self._count_table, self._last_ids
@@ -168,11 +178,11 @@ class ModelRunner:
         self._worker.submit(lambda: self._run(inputs, sample, plan.copies, taps))
 
     def wait(self) -> StepResult:
-        """The result of the oldest step that was submitted and not yet waited for."""
+        """Return the result of the oldest step that was submitted and not yet waited for."""
         return self._worker.wait()
 
     def score(self, plan: StepPlan, target_ids: I32, hidden: Rows | None = None) -> tuple[F32, I32]:
-        """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
+        """Run the step, writing its K and V; return each logits row's target log probability and most likely id."""
         self.limits.check(plan)
         assert not plan.loads, "a text that is scored is not looked for in the cache"
         targets = abi.contiguous(target_ids, np.int32)
@@ -184,13 +194,13 @@ class ModelRunner:
         return scored
 
     def embed(self, plan: StepPlan) -> F32:
-        """The hidden rows in front of the LM head, float32 [S, hidden_size]; runs the step (its K,V are written)."""
+        """Run the step, writing its K and V; return the hidden rows before the LM head, float32 [S, hidden_size]."""
         self.limits.check(plan)
         rows: F32 = self._worker.call(lambda: self._embed(plan))
         return rows
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
-        """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
+        """Assign `slot` to a new sequence: start its penalty counts from these ids (None: it has no penalties)."""
         self._worker.put(lambda: self._reset(slot, prompt_ids, output_ids))
 
     def _run(
@@ -253,7 +263,7 @@ class ModelRunner:
     # ---------------------------------------------------------------------------------------- K and V
 
     def copy_slots(self, group: int, source: I64, target: I64) -> None:
-        """Copy K and V of slots, in order, in every layer of a KV group."""
+        """Copy K and V between slots, in order, in every layer of a KV group."""
         copies = Copies(abi.contiguous(source, np.int64), abi.contiguous(target, np.int64))
         self._worker.call(lambda: self._copy(group, copies))
 
@@ -262,7 +272,7 @@ class ModelRunner:
         self._done(self._library.inferc_copy_slots(group, self._pools[group].ctypes.data, *arguments), "copy_slots")
 
     def pack_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
-        """The canonical form of some blocks: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale]."""
+        """Return blocks in canonical form: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale]."""
         out = np.zeros(self._canonical_shape(group, len(blocks)), NUMPY_DTYPES[self._groups[group]["dtype"]])
         self._move("inferc_pack_blocks", group, blocks, out)
         return out
@@ -283,13 +293,19 @@ class ModelRunner:
         self._worker.call(lambda: self._done(getattr(self._library, function)(*arguments), function))
 
     def blocks(self, group: int) -> NDArray[np.uint8]:
-        """The bytes of a KV group's blocks, those of its file last: [blocks, bytes of a block], [layers] outermost in each."""
+        """Return a KV group's blocks as bytes [blocks, bytes of a block].
+
+        Within a block, layers are the outermost axis. The blocks of the group's file come last.
+        """
         return self._pools[group].reshape(-1, self.block_size * int(self._groups[group]["bytes_per_token"]))
 
     # --------------------------------------------------------------------------------------- plumbing
 
     def set_observer(self, observer: Observer | None) -> None:
-        """Call `observer(entry of program.json "observable", layer, rows)` after every node; bfloat16 as its bits."""
+        """Call `observer(entry of program.json "observable", layer, rows)` after every node.
+
+        Values in bfloat16 are passed as their bits.
+        """
         table = {int(entry["id"]): entry for entry in self._artifact.program["observable"]}
 
         def observe(_: int, node: int, layer: int, data: int, rows: int, stride: int) -> None:
@@ -306,12 +322,12 @@ class ModelRunner:
 
     @property
     def name(self) -> str:
-        """What computes the steps, for people."""
+        """The name of what computes the steps, for people."""
         return f"cpu kernels ({self.isa})"
 
     def watch_logits(self, sink: Callable[[F32], None] | None) -> None:
-        """Give `sink` the logits float32 [rows, vocab_size] of every step that scores; None ends it."""
-        logits_id = int(self._artifact.program["observable"][-1]["id"])  # nothing comes after the LM head
+        """Pass `sink` the float32 logits [rows, vocab_size] of every step that scores; None stops it."""
+        logits_id = int(self._artifact.program["observable"][-1]["id"])  # the LM head is the last node
 
         def observe(entry: dict[str, Any], _layer: int, rows: Any) -> None:
             if sink is not None and entry["id"] == logits_id:
@@ -320,14 +336,20 @@ class ModelRunner:
         self.set_observer(None if sink is None else observe)
 
     def fill_blocks(self, count: int) -> None:
-        """Write numbers into the first `count` blocks of each KV group: memory that was never written is one page of
-        zeros, which a cache holds. 0x3c3c is 0.011 in bfloat16, 0x3c3c3c3c in float32: the sums are no denormals."""
+        """Write ordinary numbers into the first `count` blocks of each KV group, for measurements.
+
+        Memory that was never written maps to a single page of zeros, which stays in the CPU's cache. The bits 0x3c3c
+        are 0.011 in bfloat16, and 0x3c3c3c3c is 0.011 in float32; sums of these are no denormals.
+        """
         for pool, group, blocks in zip(self._pools, self._groups, self.num_blocks, strict=True):
             pool[: min(count, blocks) * self.block_size * int(group["bytes_per_token"])] = 0x3C
 
     def measure_peak(self, dtype: str) -> float:
-        """Operations a second of all threads together on products of `dtype` (float32, bfloat16, int8) that wait for
-        nothing: what the instruction set that runs can do on this machine. Takes some 10 ms; no step may be under way."""
+        """Return the peak operations per second of all threads together on products of `dtype`.
+
+        dtype: float32, bfloat16 or int8. The products wait for no memory, so it is what the chosen instruction set can
+        do on this machine. It takes some 10 ms; no step may be under way.
+        """
         rounds, seconds, operations = 1000, 0.0, 0
         while seconds < 0.005:
             rounds *= 2
@@ -337,7 +359,7 @@ class ModelRunner:
         return float(operations / seconds)
 
     def set_tap(self, tap: Callable[[int], None] | None) -> None:
-        """Call `tap(id in program.json "observable")` as every node ends, without its value; None ends it."""
+        """Call `tap(id in program.json "observable")` as every node ends, without its value; None stops it."""
         self._observe((lambda _, node, *value: tap(node)) if tap is not None else None)
 
     def set_taps(self, nodes: Sequence[Node]) -> None:
@@ -345,19 +367,20 @@ class ModelRunner:
         self._tables = Tables(self._artifact.program, nodes)
 
     def _tapping(self, taps: StepTaps) -> abi.InfercHost:
-        """The host of a step with taps."""
+        """Return the host struct of a step with taps."""
         return self._new_host(taps.pointer)
 
     def back_cache(self) -> bool:
-        """Have the system give the next BACKED_AT_ONCE bytes of the KV cache, for which steps would wait; False: there are no more.
+        """Have the system back the next BACKED_AT_ONCE bytes of the KV cache; return False when none are left.
 
-        Blocks are taken in the order of their addresses, so a server that has rested for a moment is that far ahead.
+        Steps would otherwise wait for these pages. Blocks are taken in the order of their addresses, so after a short
+        idle time a server is that far ahead.
         """
         if not self._unbacked:
             return False
         begin, end = self._unbacked[0]
         size = min(BACKED_AT_ONCE, end - begin)
-        failure = self._worker.call(lambda: back(begin, size))  # by the worker, whose pages lie on the steps' nodes
+        failure = self._worker.call(lambda: back(begin, size))  # in the worker, so pages land on the steps' NUMA nodes
         if failure is not None:
             log.info("the KV cache gets its memory when it is first used: %s", failure)
             self._unbacked.clear()
@@ -368,7 +391,7 @@ class ModelRunner:
         return bool(self._unbacked)
 
     def set_collective(self, collectives: Collectives) -> None:
-        """Answer the step's exchanges with other ranks by these."""
+        """Set the collectives that handle the step's exchanges with other ranks."""
         self._collectives = collectives
         self._set_host()
 
@@ -385,7 +408,7 @@ class ModelRunner:
         return abi.InfercHost(abi.ABI, None, self._observed, self._collective, ranks, taps)
 
     def close(self) -> None:
-        """Finish what is queued, then stop the threads and give the memory back."""
+        """Finish the queued steps, then stop the threads and free the memory."""
         if self._worker.close():
             self._library.inferc_threads_close(self._threads)
 
@@ -396,7 +419,7 @@ class ModelRunner:
 
 
 def _check_inputs(artifact: Compiled) -> None:
-    """Refuse a program whose step asks for more than this runner fills."""
+    """Refuse a program whose step takes inputs that this runner does not fill."""
     known = {"token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots", "logits_rows", "hidden_in"}
     for group in range(len(artifact.kv_groups)):
         known |= {f"slot_mapping_{group}", f"block_table_{group}", f"kv_cache_{group}"}
@@ -410,24 +433,27 @@ def _step_inputs(artifact: Compiled) -> dict[str, dict[str, Any]]:
 
 
 def _rows_of(entry: Mapping[str, Any]) -> tuple[int, np.dtype[Any]]:
-    """Columns and dtype of a value with a row for each token."""
+    """Return the number of columns and the dtype of a value that has a row for each token."""
     return int(entry["shape"][-1]), NUMPY_DTYPES[entry["dtype"]]
 
 
 def _hidden_out(artifact: Compiled) -> tuple[int, np.dtype[Any]] | None:
-    """Columns and dtype of the rows that a pipeline stage without the LM head hands on."""
+    """Return columns and dtype of the rows that a pipeline stage without LM head hands on.
+
+    Return None for a stage with an LM head.
+    """
     if "logits" in artifact.program["step"]["outputs"]:
         return None
     return _rows_of(artifact.program["step"]["hidden"])
 
 
 def _allocate_pool(count: int, block_bytes: int, file: tuple[int, int] | None, poison: bool) -> NDArray[np.uint8]:
-    """The blocks of a KV group, and behind them those of a file."""
+    """Allocate the blocks of a KV group, followed by the blocks of a file if there is one."""
     size = count * block_bytes
     if file is None:
         return _allocate("the KV cache", size, "--kv-memory", poison)
     descriptor, behind = file
-    # The file begins with a page, wherever the arena does.
+    # The file must be mapped at a page boundary, so the pool before it is placed to end at one.
     first = -size % mmap.PAGESIZE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, first + size + behind * block_bytes, flags=flags)
@@ -441,7 +467,10 @@ def _allocate_pool(count: int, block_bytes: int, file: tuple[int, int] | None, p
 
 
 def _allocate(what: str, size: int, option: str, poison: bool) -> NDArray[np.uint8]:
-    """Zeroed pages, huge ones where the kernel has them. Raises ConfigError naming the option to lower."""
+    """Allocate zeroed pages, huge ones where the kernel supports them.
+
+    Raises ConfigError naming the option to lower.
+    """
     try:
         memory = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):
@@ -451,5 +480,5 @@ def _allocate(what: str, size: int, option: str, poison: bool) -> NDArray[np.uin
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
     if poison:
-        array[:] = 0xFF  # NaN in float32 and in bfloat16
+        array[:] = 0xFF  # a NaN in float32 and in bfloat16
     return array

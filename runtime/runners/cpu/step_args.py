@@ -1,6 +1,6 @@
-"""A step plan as the C structs of abi.py, and the sampler's results as Python reads them.
+"""The conversion of a step plan into the C structs of abi.py, and of the sampler's output into a step result.
 
-Everything here is made before the step runs; what a struct points to is kept as long as the struct.
+Everything is prepared before the step runs; the memory that a struct points to is kept alive as long as the struct.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ ROW_DTYPES: dict[str, type[np.generic]] = {
 
 @dataclass
 class StepInputs:
-    """A step's struct, and its ids, which are complete once the step before has sampled (`fill_late`)."""
+    """The struct of a step and its token ids, which `fill_late` completes once the previous step has sampled."""
 
     args: abi.StepArgs
     _token_ids: I32
     _late_rows: I32
     _late_slots: I32
     _keep: list[Any]
-    hidden_out: Rows | None = None  # what the step leaves for the stage behind
+    hidden_out: Rows | None = None  # the rows that the step writes for the next stage
 
     def take_hidden(self, rows: Rows) -> None:
-        """The rows of the stage before."""
+        """Set the hidden rows that the previous pipeline stage computed as this step's input."""
         rows = np.ascontiguousarray(rows)
         self._keep.append(rows)
         self.args.hidden_in = rows.ctypes.data
 
     def give_hidden(self, rows: Rows) -> None:
-        """Where the step is to leave rows for the stage behind."""
+        """Set the array into which the step writes the hidden rows for the next pipeline stage."""
         self.hidden_out = rows
         self.args.hidden_out = rows.ctypes.data
 
@@ -50,7 +50,11 @@ class StepInputs:
     def of(
         plan: StepPlan, maxima: Sequence[int], pools: NDArray[np.uintp], weights: NDArray[np.uintp], threads: int
     ) -> StepInputs:
-        """maxima: tokens, sequences and rows the arena was sized for; pools, weights: addresses; threads: the pool's."""
+        """Build the inputs of a step from its plan.
+
+        maxima: the tokens, sequences and rows that the arena was sized for; pools, weights: their addresses; threads:
+        the address of the thread pool.
+        """
         token_ids = np.array(plan.token_ids, np.int32)
         slots = [abi.contiguous(slots, np.int64) for slots in plan.slot_mapping]
         tables = [abi.contiguous(table, np.int32) for table in plan.block_tables]
@@ -79,14 +83,14 @@ class StepInputs:
         return StepInputs(args, token_ids, plan.late_rows, plan.late_slots, kept)
 
     def fill_late(self, last_ids: I32) -> None:
-        """Put in the ids that were last sampled for the slots of late rows."""
+        """Fill in the ids that were last sampled for the slots of the late rows."""
         if len(self._late_rows):
             self._token_ids[self._late_rows] = last_ids[self._late_slots]
 
 
 @dataclass
 class SampleInputs:
-    """The sampler's struct and its results, by field."""
+    """The struct of the sampler and its result arrays by field name."""
 
     args: abi.SampleArgs
     _out: dict[str, NDArray[Any]]
@@ -103,9 +107,10 @@ class SampleInputs:
         last_ids: I32,
         wants_logprobs: bool = False,
     ) -> SampleInputs:
-        """counts: per slot the address of its penalty counts or 0; last_ids: per slot, written by the sampler.
+        """Build the inputs of the sampler for the rows of a step.
 
-        wants_logprobs: of the chosen token of every row, also where `rows` ask for none.
+        counts: per slot the address of its penalty counts, or 0; last_ids: the last id per slot, written by the
+        sampler; wants_logprobs: return the log probability of every row's chosen token, even where `rows` ask for none.
         """
         count, top = len(rows), int(rows.num_logprobs.max(initial=0))
         out: dict[str, NDArray[Any]] = {
@@ -129,7 +134,7 @@ class SampleInputs:
         return SampleInputs(args, out, rows.num_logprobs.tolist(), keep, wants_logprobs)
 
     def result(self) -> StepResult:
-        """What the sampler wrote."""
+        """Convert what the sampler wrote into a step result."""
         out = self._out
         failed = out["failed"].astype(np.bool_) if out["failed"].any() else None
         logprobs = None

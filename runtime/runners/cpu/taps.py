@@ -1,7 +1,7 @@
-"""Taps: the values of chosen nodes, for the rows of chosen sequences, copied while the compiled step runs.
+"""The taps: copies of the values of chosen nodes, for the rows of chosen sequences, made while the compiled step runs.
 
-The compiled code looks a node up in a table (`InfercTaps`) and copies the wanted rows itself; a step without a tapped
-sequence has no table and pays a branch a node, as ever.
+The compiled code looks each node up in a table (`InfercTaps`) and copies the wanted rows itself. A step without a
+tapped sequence has no table and costs only one branch per node.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from inferc.errors import ConfigError
 from inferc.runtime.runners.cpu import abi
 from inferc.runtime.step.plan import I64, StepPlan
 
-# numpy has no bfloat16: its bits are seen as uint16.
+# numpy has no bfloat16, so its bits are viewed as uint16.
 DTYPES = {"bfloat16": np.uint16, "float32": np.float32, "int32": np.int32, "int64": np.int64, "int8": np.int8}
 ANY = "*?["
-SHOWN = 5  # near names
+SHOWN = 5  # how many similar names an error message suggests
 
 
 @dataclass(frozen=True)
 class Node:
-    """A value of the step. `shape` is a row's; by_logits_row: it has a row for each sampled row only, not for each token."""
+    """A value of the step that can be tapped.
+
+    shape: of one row; by_logits_row: it has a row only for each sampled row, not for each token.
+    """
 
     name: str
-    number: int  # in program.json "observable"
+    number: int  # its id in program.json's "observable"
     layer: int | None
     dtype: str
     shape: tuple[int, ...]
@@ -45,7 +48,7 @@ class Node:
 
 
 def all_nodes(program: Mapping[str, Any]) -> dict[str, Node]:
-    """The nodes of a program.json that have a row for each token or each sampled row, by name, in the order they run."""
+    """Return the nodes of a program.json that have a row per token or per sampled row, by name, in execution order."""
     inputs = {entry["name"]: entry["shape"] for entry in program["step"]["inputs"]}
     by_row = {"token_ids": False, "logits_rows": True}
     domains = {inputs[name][0]: of for name, of in by_row.items() if name in inputs}
@@ -65,7 +68,10 @@ def all_nodes(program: Mapping[str, Any]) -> dict[str, Node]:
 
 
 def choose_nodes(program: Mapping[str, Any], wanted: Sequence[str]) -> tuple[Node, ...]:
-    """The nodes that these names name; `*` stands for anything. Raises ConfigError for one that names none."""
+    """Return the nodes that match these names, where `*` matches any text.
+
+    Raises ConfigError for a name without a match.
+    """
     known = all_nodes(program)
     found: dict[str, Node] = {}
     for each in wanted:
@@ -81,7 +87,7 @@ def choose_nodes(program: Mapping[str, Any], wanted: Sequence[str]) -> tuple[Nod
 
 
 class Tables:
-    """What of the C struct is the same in every step: the nodes that are wanted."""
+    """The part of the C struct that is the same in every step: which nodes are tapped."""
 
     def __init__(self, program: Mapping[str, Any], nodes: Sequence[Node]) -> None:
         count = 1 + max(int(entry["id"]) for entry in program["observable"])
@@ -94,7 +100,7 @@ class Tables:
 
 
 class StepTaps:
-    """The taps of one step: what its struct points to lives as long as this."""
+    """The taps of one step; it owns the memory that its C struct points to."""
 
     def __init__(self, tables: Tables, plan: StepPlan) -> None:
         token_rows = np.ascontiguousarray(plan.tapped_rows, np.int64)
@@ -111,8 +117,11 @@ class StepTaps:
         self._keep = (token_rows, logits_rows, seen)
         arrays = (places, tables.row_bytes, tables.by_logits_row, seen)
         self.args = abi.InfercTaps(
-            *(array.ctypes.data for array in arrays),
-            *(token_rows.ctypes.data, len(token_rows), logits_rows.ctypes.data, len(logits_rows)),
+            *[array.ctypes.data for array in arrays],
+            token_rows.ctypes.data,
+            len(token_rows),
+            logits_rows.ctypes.data,
+            len(logits_rows),
             self._memory.ctypes.data,
         )
 
@@ -121,7 +130,7 @@ class StepTaps:
         return ctypes.addressof(self.args)
 
     def values(self) -> dict[str, NDArray[Any]]:
-        """By node, [rows, …]: of the plan's tapped rows, or of the logits rows among them."""
+        """Return, by node, the values [rows, …] of the plan's tapped rows, or of the logits rows among them."""
         found: dict[str, NDArray[Any]] = {}
         for node in self._tables.nodes:
             count, start = self._counts[node.by_logits_row], int(self._places[node.number])

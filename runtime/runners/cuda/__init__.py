@@ -1,1 +1,1 @@
-"""Steps as launches on an NVIDIA GPU, by its driver's API."""
+"""The CUDA runner: steps as kernel launches on an NVIDIA GPU, through the driver's API."""

@@ -1,7 +1,8 @@
-"""K and V between a GPU and its host: whole blocks, as they lie there and in their canonical form.
+"""The transfer of K and V between a GPU and its host: whole blocks, in the device's layout or in canonical form.
 
-There a head's part of a block is in one piece, [k, v][block_size][head_dim]; in int8 the float32 scales of its rows follow
-the rows. The canonical form has the axes [layers, 2, block_size, num_kv_heads, head_dim], each row with its scale.
+On the device, one head's part of a block is contiguous, [k, v][block_size][head_dim]; in int8 the float32 scales of its
+rows follow the rows. The canonical form has the axes [layers, 2, block_size, num_kv_heads, head_dim], each row with its
+scale.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from inferc.runtime.step.plan import I32, I64, Copies
 
 
 class Blocks:
-    """The pools of all KV groups: the entries of the manifest, and where the pools lie."""
+    """The access to the blocks of all KV groups on the device.
+
+    groups: their entries in the manifest; pools: the device addresses of their pools.
+    """
 
     def __init__(
         self,
@@ -36,7 +40,7 @@ class Blocks:
         self._staging = Staging(driver, stream, max(map(self._block_bytes, range(len(groups)))), count=2)
 
     def copy_slots(self, group: int, source: I64, target: I64) -> None:
-        """Copy K and V of slots, in order, in every layer."""
+        """Copy K and V between slots, in order, in every layer."""
         blocks, index = np.unique(np.stack((source, target)) // self._block_size, return_inverse=True)
         held = self.pack(group, blocks.astype(np.int32))
         from_block, to_block = index.reshape(2, -1)
@@ -46,9 +50,10 @@ class Blocks:
         self.unpack(group, blocks.astype(np.int32), held)
 
     def share(self, copies: Sequence[Copies]) -> None:
-        """Copy slots from one block's beginning to another's, of each group, on the device and before what the stream gets next.
+        """Copy slots from the beginning of one block to that of another, per group, on the device.
 
-        Whole blocks, in one piece each: what is behind the slots nobody sees before it is computed.
+        The copies go to the stream, ahead of what it is given next. Each copies a whole block in one piece: no sequence
+        reads what lies after the copied slots before it is computed.
         """
         for group, each in enumerate(copies):
             size, pool = self._block_bytes(group), self._pools[group]
@@ -58,7 +63,7 @@ class Blocks:
                 self._driver.copy_on_device(pool + target * size, pool + source * size, size, self._stream)
 
     def pack(self, group: int, blocks: I32) -> NDArray[Any]:
-        """Read blocks in their canonical form."""
+        """Read blocks and return them in canonical form."""
         of = self._groups[group]
         parts = (len(of["layers"]), int(of["num_kv_heads"]), num_parts(of["kind"]))
         size, pool = self._block_bytes(group), self._pools[group]
@@ -94,7 +99,7 @@ class Blocks:
                 self._driver.copy_in(pool + block * size, staged.ctypes.data, size, self._stream)
 
     def close(self) -> None:
-        """Give the memory for copies back."""
+        """Free the memory that copies are staged in."""
         self._staging.close()
 
     def _block_bytes(self, group: int) -> int:

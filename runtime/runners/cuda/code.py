@@ -1,4 +1,4 @@
-"""The compiled kernels of an artifact for the GPU at hand: its cubins, or PTX that the driver compiles for it."""
+"""The choice and loading of an artifact's compiled kernels: cubins for this GPU, or PTX for the driver to compile."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from inferc.targets import ARCHS
 
 log = logging.getLogger(__name__)
 
-OLDEST = (8, 0)  # compute capability
+OLDEST = (8, 0)  # the oldest supported compute capability
 
 
 def runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether a cubin for `arch` ("sm_86") runs on a GPU of that compute capability.
+    """Return whether a cubin for `arch` ("sm_86") runs on a GPU of that compute capability.
 
-    Code for sm_80 and sm_86 runs on later chips of their generation; from sm_90 on kernels use what one chip alone has.
+    Code for sm_80 and sm_86 also runs on later chips of their generation. From sm_90 on, kernels use features of
+    exactly one chip.
     """
     number = int(arch.removeprefix("sm_"))
     major, minor = divmod(number, 10)
@@ -29,9 +30,10 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def choose(cubins: Mapping[str, str], driver: Driver, command: str) -> str:
-    """The entry of `cubins` (chip or "ptx" to folder) for this GPU: its own cubins, older ones of its kind, or PTX.
+    """Return the key of `cubins` for this GPU: its own cubins, else older ones of its generation, else PTX.
 
-    command: what adds cubins for a chip, in which {arch} stands for it. Raises UnsupportedError saying what there is and what is needed.
+    cubins: from chip or "ptx" to folder. command: the command that adds cubins for a chip, with {arch} in place of the
+    chip. Raises UnsupportedError saying which cubins there are and which are needed.
     """
     usable = [arch for arch in cubins if arch != PTX and runs_on(arch, driver.capability)]
     if usable:
@@ -53,10 +55,10 @@ def choose(cubins: Mapping[str, str], driver: Driver, command: str) -> str:
 
 
 def load_kernels(folder: Path, files: Mapping[str, bytes], driver: Driver, command: str) -> dict[str, Kernel]:
-    """The kernels of `folder` by name.
+    """Load the kernels of `folder` and return them by name.
 
-    files: the contents of the artifact's files, by name, as they were checked; command: as `choose` takes it. Raises
-    UnsupportedError, before any is loaded, where the GPU or its driver has not what one of them needs.
+    files: the verified contents of the artifact's files by name; command: as in `choose`. Raises UnsupportedError,
+    before any kernel is loaded, if the GPU or its driver lacks what one of them needs.
     """
     records = [record_from_json(entry) for entry in parse_json(files[f"{folder}/{RECORDS}"])]
     for record in records:
@@ -76,7 +78,10 @@ def load_kernels(folder: Path, files: Mapping[str, bytes], driver: Driver, comma
 
 
 def _check_shared_memory(record: LaunchRecord, driver: Driver, command: str) -> None:
-    """Chips on which code for another one runs may have less."""
+    """Raise UnsupportedError if a kernel needs more shared memory per block than this GPU has.
+
+    A chip that can run another chip's code may have less shared memory than that chip.
+    """
     if record.block_shared_bytes <= driver.max_shared_bytes:
         return
     if driver.arch not in ARCHS:
@@ -92,7 +97,7 @@ def _check_shared_memory(record: LaunchRecord, driver: Driver, command: str) -> 
 
 
 def _check_driver(record: LaunchRecord, driver: Driver) -> None:
-    """Cubins run on every driver of their major version of CUDA and later ones."""
+    """Raise UnsupportedError if the driver's CUDA major version is older than that of the cubin's compiler."""
     found = re.search(r"ptxas (\d+)\.\d+", record.compiler)
     if found and int(found[1]) > driver.version[0]:
         version = ".".join(map(str, driver.version))

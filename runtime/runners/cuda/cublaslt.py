@@ -1,11 +1,13 @@
-"""Products of many rows by NVIDIA's cuBLASLt, where it was measured to be faster than the compiled kernel. ctypes only.
+"""The binding of NVIDIA's cuBLASLt for matrix products, used where it measured faster than the compiled kernel.
 
-The library is not part of an artifact: it is looked for where the artifact is served, and what it cannot do the kernel
-does. How it computes a product is asked once for all numbers of rows up to a power of two, as the artifact is loaded; a
-step only launches. It works in memory that it is given, so that a launch may be captured in a graph.
+It uses ctypes only. The library is not part of an artifact: it is searched for on the machine that serves the artifact,
+and the compiled kernel computes whatever the library cannot. The library's algorithm for a product is chosen while the
+artifact is loaded, once for all row counts up to each power of two, so a step only launches it. The library works in a
+workspace allocated beforehand, so its launches can be captured in a CUDA graph.
 
-Its matrices lie column by column: what is out [rows, n] here is [n, rows] there, the product of the weight [k, n],
-transposed, and x [k, rows]. Source: NVIDIA's documentation of cuBLAS, "Using the cuBLASLt API", and its cublasLt.h.
+The library's matrices are column-major: an output [rows, n] here is [n, rows] there, the product of the transposed
+weight [k, n] and of x [k, rows]. Source: NVIDIA's documentation of cuBLAS, "Using the cuBLASLt API", and its
+cublasLt.h.
 """
 
 from __future__ import annotations
@@ -24,20 +26,21 @@ from inferc.errors import InfercError, UnsupportedError
 
 log = logging.getLogger(__name__)
 
-PACKAGES = {13: "nvidia-cublas", 12: "nvidia-cublas-cu12"}  # pip's, by versions whose interface is this one, best first
-FOLDERS = ("nvidia/cu13/lib", "nvidia/cublas/lib")  # of these packages, in site-packages
-WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends from Hopper on, for all chips
-ALIGNMENT = 16  # bytes: what kernels are promised of every address, and so is the library
-MAX_ALGORITHMS = 8  # that are asked for, best first
+# The pip packages by major version, for the versions that have the interface bound here; the preferred one first.
+PACKAGES = {13: "nvidia-cublas", 12: "nvidia-cublas-cu12"}
+FOLDERS = ("nvidia/cu13/lib", "nvidia/cublas/lib")  # where these packages put the library in site-packages
+WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation from Hopper on, used for all chips
+ALIGNMENT = 16  # bytes; the alignment of every address that kernels and this library are given
+MAX_ALGORITHMS = 8  # how many algorithms the heuristic is asked for, best first
 
 TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
-COMPUTE_32F = 68  # cublasComputeType_t: sums in float32, of float32 without rounding it to TF32
+COMPUTE_32F = 68  # cublasComputeType_t: sums in float32; float32 inputs are not rounded to TF32
 TRANSPOSED = 1
 DESC_TRANSA, DESC_EPILOGUE, DESC_BIAS_POINTER = 3, 7, 8  # cublasLtMatmulDescAttributes_t
 EPILOGUE_BIAS = 4
 LAYOUT_COLS = 3
 PREFER_MAX_WORKSPACE_BYTES = 1
-PREFER_MIN_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C and D
+PREFER_MIN_ALIGNMENTS = (5, 6, 7, 8)  # the attributes for A, B, C and D
 
 Handle = c_void_p
 FUNCTIONS: dict[str, list[Any]] = {
@@ -58,23 +61,35 @@ FUNCTIONS: dict[str, list[Any]] = {
     "cublasLtMatmulAlgoGetHeuristic": [*[Handle] * 7, c_int, c_void_p, POINTER(c_int)],
     "cublasLtMatmulAlgoCheck": [*[Handle] * 6, c_void_p, c_void_p],
     "cublasLtMatmul": [
-        *(Handle, Handle, c_void_p),  # alpha
-        *(c_void_p, Handle, c_void_p, Handle, c_void_p),  # A, B, beta
-        *(c_void_p, Handle, c_void_p, Handle, c_void_p),  # C, D, algorithm
-        *(c_void_p, c_size_t, c_void_p),  # workspace, stream
+        Handle,
+        Handle,  # the descriptor of the product
+        c_void_p,  # alpha
+        c_void_p,  # A
+        Handle,
+        c_void_p,  # B
+        Handle,
+        c_void_p,  # beta
+        c_void_p,  # C
+        Handle,
+        c_void_p,  # D
+        Handle,
+        c_void_p,  # the algorithm
+        c_void_p,  # the workspace
+        c_size_t,
+        c_void_p,  # the stream
     ],
 }
 RESULTS = {"cublasLtGetVersion": c_size_t, "cublasLtGetStatusName": c_char_p, "cublasLtGetStatusString": c_char_p}
 
 
 class Algorithm(ctypes.Structure):
-    """cublasLtMatmulAlgo_t."""
+    """The C struct cublasLtMatmulAlgo_t."""
 
     _fields_ = [("data", c_uint64 * 8)]
 
 
 class Heuristic(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
+    """The C struct cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = [
         ("algorithm", Algorithm),
@@ -86,9 +101,9 @@ class Heuristic(ctypes.Structure):
 
 
 def open_library(newest: int) -> Any:
-    """The library with its functions typed, of CUDA `newest` (its major version) or an older one.
+    """Open the library of CUDA `newest` (a major version), or of an older one, and type its functions.
 
-    Raises UnsupportedError where there is none.
+    Raises UnsupportedError if there is none.
     """
     for path in _paths(newest):
         try:
@@ -108,7 +123,7 @@ def open_library(newest: int) -> Any:
 
 
 def _paths(newest: int) -> Iterator[str]:
-    """Where the system looks for libraries, then pip's packages."""
+    """Yield where to look for the library: the system's library paths, then pip's packages."""
     for major in PACKAGES:
         if major <= newest:
             name = f"libcublasLt.so.{major}"
@@ -118,10 +133,10 @@ def _paths(newest: int) -> Iterator[str]:
 
 
 class CublasLt:
-    """The library, for the GPU that the calling thread has entered.
+    """The cuBLASLt library, opened for the GPU that the calling thread has entered.
 
-    library: what `open_library` returns, or what a test puts in its place; allocate: gives memory of the device, by
-    bytes. Raises UnsupportedError for a version that is not known, and where the library does not start.
+    library: what `open_library` returns, or a test's stand-in; allocate: takes a number of bytes and returns the
+    address of device memory. Raises UnsupportedError for an unknown version, and if the library does not start.
     """
 
     def __init__(self, library: Any, allocate: Callable[[int], int]) -> None:
@@ -139,7 +154,7 @@ class CublasLt:
         self.workspace = allocate(WORKSPACE_BYTES)
 
     def bind(self, choice: LibraryChoice, values: Mapping[str, int]) -> BoundProduct:
-        """A product with its arguments. values: addresses on the device, by argument of the kernel."""
+        """Bind a product to its arguments. values: device addresses by argument of the kernel."""
         if choice.product not in self._products:
             self._products[choice.product] = LibraryProduct(self, choice.product)
         return BoundProduct(self._products[choice.product], choice.from_rows, values)
@@ -151,7 +166,7 @@ class CublasLt:
         self.call("cublasLtDestroy", self.handle)
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a function. Raises InfercError with what the library says."""
+        """Call a function of the library. Raises InfercError with the library's message."""
         status: int = getattr(self._library, name)(*args)
         if status != 0:
             told, text = (
@@ -160,18 +175,18 @@ class CublasLt:
             raise InfercError(f"{name} failed with {told.decode()}: {text.decode()}")
 
     def create(self, what: str, *args: Any) -> Handle:
-        """A new object: a "MatmulDesc", a "MatrixLayout" or a "MatmulPreference"."""
+        """Create an object: a "MatmulDesc", a "MatrixLayout" or a "MatmulPreference"."""
         made = Handle()
         self.call(f"cublasLt{what}Create", byref(made), *args)
         return made
 
     def set(self, what: str, of: Handle, attribute: int, value: Any) -> None:
-        """value: of the attribute's type in ctypes."""
+        """Set an attribute of an object. value: an instance of the attribute's ctypes type."""
         self.call(f"cublasLt{what}SetAttribute", of, attribute, byref(value), ctypes.sizeof(value))
 
 
 class LibraryProduct:
-    """One shape of product, of any number of rows that it was prepared for."""
+    """A product of one shape, for the numbers of rows that it was prepared for."""
 
     def __init__(self, cublaslt: CublasLt, product: Product) -> None:
         self._cublaslt, self._product = cublaslt, product
@@ -188,14 +203,14 @@ class LibraryProduct:
         if of.residual_stride is not None:
             self._added = cublaslt.create("MatrixLayout", out_dtype, of.n, self._rows, of.residual_stride)
         self._one, self._added_times = c_float(1.0), c_float(0.0 if of.residual_stride is None else 1.0)
-        self._algorithms: dict[int, Algorithm | None] = {}  # by the most rows
+        self._algorithms: dict[int, Algorithm | None] = {}  # key: the largest number of rows
 
     def takes(self, rows: int) -> bool:
-        """Whether it was prepared for them, and can."""
+        """Return whether the product was prepared for this number of rows, and the library can compute it."""
         return self._algorithms.get(power_of_two(rows)) is not None
 
     def prepare(self, stream: c_void_p, fewest: int, most: int, values: Mapping[str, int]) -> None:
-        """Have the library choose how it computes `fewest` to `most` rows, and do it once, which loads its code."""
+        """Have the library choose an algorithm for `fewest` to `most` rows, and run it once, which loads its code."""
         top = power_of_two(fewest)
         while fewest <= most and top <= power_of_two(most):
             if top not in self._algorithms:
@@ -210,17 +225,30 @@ class LibraryProduct:
             top *= 2
 
     def launch(self, stream: c_void_p, rows: int, values: Mapping[str, int]) -> None:
-        """Give the product of so many rows, which it takes, to the stream."""
+        """Launch the product on the stream for a number of rows that `takes` accepts."""
         self._set(rows, values)
         out = values["out_ptr"]
         added = out if self._product.residual_stride is None else values["residual_ptr"]
         algorithm = self._algorithms[power_of_two(rows)]
         assert algorithm is not None
         self._cublaslt.call(
-            *("cublasLtMatmul", self._cublaslt.handle, self._desc, byref(self._one)),
-            *(values["weight_ptr"], self._weight, values["x_ptr"], self._x, byref(self._added_times)),
-            *(added, self._added, out, self._out, byref(algorithm)),
-            *(self._cublaslt.workspace, WORKSPACE_BYTES, stream),
+            "cublasLtMatmul",
+            self._cublaslt.handle,
+            self._desc,
+            byref(self._one),
+            values["weight_ptr"],
+            self._weight,
+            values["x_ptr"],
+            self._x,
+            byref(self._added_times),
+            added,
+            self._added,
+            out,
+            self._out,
+            byref(algorithm),
+            self._cublaslt.workspace,
+            WORKSPACE_BYTES,
+            stream,
         )
 
     def close(self) -> None:
@@ -229,7 +257,10 @@ class LibraryProduct:
         self._cublaslt.call("cublasLtMatmulDescDestroy", self._desc)
 
     def _set(self, rows: int, values: Mapping[str, int]) -> None:
-        """Descriptors are read as a call is made, so that they may differ from one to the next."""
+        """Set the descriptors for a call.
+
+        The library reads them during the call, so they may differ from call to call.
+        """
         if rows != self._rows:
             for layout in {each.value: each for each in (self._x, self._added, self._out)}.values():
                 self._cublaslt.set("MatrixLayout", layout, LAYOUT_COLS, c_uint64(rows))
@@ -238,7 +269,7 @@ class LibraryProduct:
             self._cublaslt.set("MatmulDesc", self._desc, DESC_BIAS_POINTER, c_uint64(values["bias_ptr"]))
 
     def _choose(self, fewest: int, most: int, values: Mapping[str, int]) -> Algorithm:
-        """The first of the library's suggestions for `most` rows that also computes `fewest`."""
+        """Return the first algorithm suggested for `most` rows that can also compute `fewest`."""
         cublaslt = self._cublaslt
         self._set(most, values)
         described = (cublaslt.handle, self._desc, self._weight, self._x, self._added, self._out)
@@ -269,18 +300,18 @@ class LibraryProduct:
 
 @dataclass(frozen=True)
 class BoundProduct:
-    """A product and its arguments."""
+    """A product with its arguments."""
 
     product: LibraryProduct
     from_rows: int
     values: Mapping[str, int]
 
     def prepare(self, stream: c_void_p, most: int) -> None:
-        """For up to `most` rows."""
+        """Prepare the product for up to `most` rows."""
         self.product.prepare(stream, self.from_rows, most, self.values)
 
     def takes(self, rows: int) -> bool:
-        """Whether the library is the one to compute so many rows."""
+        """Return whether the library, rather than the kernel, computes this number of rows."""
         return rows >= self.from_rows and self.product.takes(rows)
 
     def launch(self, stream: c_void_p, rows: int) -> None:
@@ -288,5 +319,5 @@ class BoundProduct:
 
 
 def power_of_two(count: int) -> int:
-    """The least that is no less."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""A runner's memory on a GPU: taken once, given back together."""
+"""The memory of one runner on a GPU: allocated piece by piece, and freed together."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from inferc.runtime.runners.cuda.driver import Driver, OutOfMemory
 
 
 class DeviceMemory:
-    """All that one runner has taken of a device's memory."""
+    """The owner of all device memory that one runner has allocated."""
 
     def __init__(self, driver: Driver, stream: c_void_p) -> None:
         self._driver, self._stream = driver, stream
         self._owned: list[int] = []
 
     def new(self, num_bytes: int, *, poison: bool = False, zero: bool = False) -> int:
-        """The address of new memory, which lives as long as the runner.
+        """Allocate memory that lives as long as the runner, and return its address.
 
-        poison: fill it with NaN, so that tests see a read of what was never written. Raises ConfigError if there is too little.
+        poison: fill it with NaN, so that tests notice reads of memory never written. Raises ConfigError if too little
+        is free.
         """
         try:
             address = self._driver.allocate(num_bytes)
         except OutOfMemory:
             free, _ = self._driver.memory_info()
             raise ConfigError(
-                f"out of device memory: {num_bytes} bytes asked for, {free} free; lower --kv-memory or --max-num-batched-tokens"
+                f"out of device memory: {num_bytes} bytes asked for, {free} free;"
+                " lower --kv-memory or --max-num-batched-tokens"
             ) from None
         self._owned.append(address)
         if poison or zero:
-            self._driver.fill(
-                address, 0 if zero else 0xFF, num_bytes, self._stream
-            )  # 0xFF…: NaN in float32 and in bfloat16
+            # Bytes of 0xFF are a NaN in float32 and in bfloat16.
+            self._driver.fill(address, 0 if zero else 0xFF, num_bytes, self._stream)
         return address
 
     def free(self, address: int) -> None:
-        """Give one piece back before the end; no step under way may use it."""
+        """Free one piece early; no step in flight may use it."""
         self._owned.remove(address)
         self._driver.free(address)
 
     def forget(self) -> None:
-        """Give nothing back: the device has failed, and takes nothing any more."""
+        """Forget the memory without freeing it, because the device has failed and accepts no more calls."""
         self._owned = []
 
     def close(self) -> None:

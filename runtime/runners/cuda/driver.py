@@ -1,8 +1,8 @@
-"""An NVIDIA GPU through its driver's API: memory, copies, kernels, graphs. ctypes only: no CUDA toolkit, torch or Triton.
+"""The binding of the NVIDIA driver's API: memory, copies, kernels and graphs of one GPU, through ctypes only.
 
-A `Driver` works in the device's primary context, the one that torch uses too, so that their pointers are interchangeable.
-Every thread that calls one must have entered it (`enter`). Nothing here waits but what says so: an error of a kernel shows at
-the next call that does.
+It needs no CUDA toolkit, torch or Triton. A `Driver` works in the device's primary context, which torch uses too, so
+their pointers are interchangeable. Every thread that calls a driver must have entered it (`enter`). No call waits
+unless its docstring says so: a kernel's error is reported by the next call that waits.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from inferc.errors import InfercError, UnsupportedError
 
 LIBRARY = "libcuda.so.1"
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-UNASKED_SHARED_BYTES = 48 << 10  # a block may use this much without asking
+UNASKED_SHARED_BYTES = 48 << 10  # a block may use this much shared memory without opting in
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR, MULTIPROCESSORS = 75, 76, 16
 MAX_SHARED_BYTES_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-CAPTURE_THREAD_LOCAL = 1  # calls of other threads do not end the capture of this one
+CAPTURE_THREAD_LOCAL = 1  # calls of other threads do not invalidate this thread's capture
 STREAM_NON_BLOCKING = 1
 EVENT_NO_TIMING = 2
 OUT_OF_MEMORY, NO_BINARY, UNSUPPORTED_PTX = 2, 209, 222
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-DEPENDENT_SINCE = (12, 3)  # the CUDA that has programmatic dependent launch in graphs
+DEPENDENT_SINCE = (12, 3)  # the first CUDA version with programmatic dependent launch in graphs
 NAME_BYTES = 256
 
 Pointer = c_uint64
@@ -78,16 +78,22 @@ FUNCTIONS: dict[str, list[Any]] = {
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute of cuda.h, whose value takes 64 bytes."""
+    """The C struct CUlaunchAttribute of cuda.h, whose value takes 64 bytes."""
 
     _fields_ = [("id", c_int), ("_padding", c_int), ("value", c_int * 16)]
 
 
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig of cuda.h."""
+    """The C struct CUlaunchConfig of cuda.h."""
 
     _fields_ = [
-        *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        ("grid_x", c_uint),
+        ("grid_y", c_uint),
+        ("grid_z", c_uint),
+        ("block_x", c_uint),
+        ("block_y", c_uint),
+        ("block_z", c_uint),
+        ("shared_bytes", c_uint),
         ("stream", c_void_p),
         ("attributes", POINTER(LaunchAttribute)),
         ("num_attributes", c_uint),
@@ -95,11 +101,11 @@ class LaunchConfig(ctypes.Structure):
 
 
 class OutOfMemory(InfercError):
-    """The device has not as much memory left as was asked for."""
+    """The error that the device has less memory left than was asked for."""
 
 
 def open_library() -> Any:
-    """The driver's library with its functions typed. Raises UnsupportedError where there is none, or an old one."""
+    """Open the driver's library and type its functions. Raises UnsupportedError if it is missing or too old."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:
@@ -113,7 +119,7 @@ def open_library() -> Any:
 
 
 class Driver:
-    """One GPU. library: what `open_library` returns, or what a test puts in its place."""
+    """The access to one GPU. library: what `open_library` returns, or a test's stand-in."""
 
     def __init__(self, device: int = 0, library: Any = None) -> None:
         self._library = open_library() if library is None else library
@@ -133,29 +139,29 @@ class Driver:
         self.capability = (self._attribute(COMPUTE_CAPABILITY_MAJOR), self._attribute(COMPUTE_CAPABILITY_MINOR))
         self.arch = "sm_{}{}".format(*self.capability)
         self.num_multiprocessors = self._attribute(MULTIPROCESSORS)
-        self.max_shared_bytes = self._attribute(MAX_SHARED_BYTES_OPTIN)  # of a block
+        self.max_shared_bytes = self._attribute(MAX_SHARED_BYTES_OPTIN)  # per block
         version = c_int()
         self.call("cuDriverGetVersion", byref(version))
-        self.version = (version.value // 1000, version.value % 1000 // 10)  # the newest CUDA that it knows
+        self.version = (version.value // 1000, version.value % 1000 // 10)  # the newest CUDA version it supports
 
     def enter(self) -> None:
-        """Make the device the one that calls of this thread are about."""
+        """Make the device the current one of the calling thread."""
         self.call("cuCtxSetCurrent", self._context)
 
     def close(self) -> None:
-        """Give the context back; what was allocated in it must be freed before."""
+        """Release the context; memory allocated in it must be freed before."""
         self.call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     # ------------------------------------------------------------------------------------- memory
 
     def memory_info(self) -> tuple[int, int]:
-        """Bytes free and in all."""
+        """Return the number of free bytes and of all bytes."""
         free, total = c_size_t(), c_size_t()
         self.call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value, total.value
 
     def allocate(self, num_bytes: int) -> int:
-        """The address of new memory on the device, a multiple of 256. Raises OutOfMemory."""
+        """Allocate device memory and return its address, a multiple of 256. Raises OutOfMemory."""
         address = Pointer()
         self.call("cuMemAlloc_v2", byref(address), max(num_bytes, 1))
         return address.value
@@ -164,7 +170,7 @@ class Driver:
         self.call("cuMemFree_v2", address)
 
     def allocate_host(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory of this machine that the device copies from and to by itself; `free_host` gives it back."""
+        """Allocate pinned host memory, which the device copies from and to by itself; `free_host` frees it."""
         address = c_void_p()
         self.call("cuMemHostAlloc", byref(address), max(num_bytes, 1), 0)
         assert address.value is not None
@@ -174,19 +180,19 @@ class Driver:
         self.call("cuMemFreeHost", memory.ctypes.data)
 
     def copy_in(self, address: int, source: int, num_bytes: int, stream: c_void_p) -> None:
-        """To the device, from memory of `allocate_host`, which must stay as it is until the stream is there."""
+        """Copy to the device from memory of `allocate_host`, which must not change until the copy is done."""
         self.call("cuMemcpyHtoDAsync_v2", address, source, num_bytes, stream)
 
     def copy_out(self, target: int, address: int, num_bytes: int, stream: c_void_p) -> None:
-        """From the device to memory of `allocate_host`, once the stream is there."""
+        """Copy from the device to memory of `allocate_host`, when the stream gets there."""
         self.call("cuMemcpyDtoHAsync_v2", target, address, num_bytes, stream)
 
     def copy_on_device(self, target: int, source: int, num_bytes: int, stream: c_void_p) -> None:
-        """From one place of the device to another, which does not overlap it, once the stream is there."""
+        """Copy between two places on the device that do not overlap, when the stream gets there."""
         self.call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
 
     def read(self, target: int, address: int, num_bytes: int) -> None:
-        """From the device to any address here, and wait for that; what writes it there must be done."""
+        """Copy from the device to any host address, and wait for it; whatever writes the source must have finished."""
         self.call("cuMemcpyDtoH_v2", target, address, num_bytes)
 
     def fill(self, address: int, value: int, num_bytes: int, stream: c_void_p) -> None:
@@ -200,7 +206,7 @@ class Driver:
         return stream
 
     def wait(self, stream: c_void_p) -> None:
-        """Until all that was given to the stream is done."""
+        """Wait until everything given to the stream is done."""
         self.call("cuStreamSynchronize", stream)
 
     def new_event(self, timed: bool = False) -> c_void_p:
@@ -212,11 +218,11 @@ class Driver:
         self.call("cuEventRecord", event, stream)
 
     def wait_event(self, event: c_void_p) -> None:
-        """Until what was given to the stream before the event is done."""
+        """Wait until everything given to the stream before the event is done."""
         self.call("cuEventSynchronize", event)
 
     def milliseconds(self, start: c_void_p, end: c_void_p) -> float:
-        """Between two timed events that are over."""
+        """Return the milliseconds between two timed events that have completed."""
         found = ctypes.c_float()
         self.call("cuEventElapsedTime", byref(found), start, end)
         return found.value
@@ -224,7 +230,7 @@ class Driver:
     # -------------------------------------------------------------------------- kernels and graphs
 
     def load(self, code: bytes, record: LaunchRecord) -> Kernel:
-        """Load the record's entry from a cubin, or from PTX, which the driver compiles for this GPU.
+        """Load the record's entry point from a cubin, or from PTX, which the driver compiles for this GPU.
 
         Raises UnsupportedError if the cubin is for another chip.
         """
@@ -237,16 +243,16 @@ class Driver:
 
     @contextmanager
     def capture(self, stream: c_void_p) -> Iterator[Capture]:
-        """What is given to the stream within the block is not run but becomes the yielded capture's `graph`.
+        """Capture what the stream is given within the block into the yielded capture's `graph`, in place of running it.
 
-        Raises OutOfMemory where the device has no memory for the graph.
+        Raises OutOfMemory if the device has no memory for the graph.
         """
         captured, graph, run = Capture(), c_void_p(), c_void_p()
         self.call("cuStreamBeginCapture_v2", stream, CAPTURE_THREAD_LOCAL)
         try:
             yield captured
         except BaseException:
-            self._library.cuStreamEndCapture(stream, byref(graph))  # the error that came first is the one to tell
+            self._library.cuStreamEndCapture(stream, byref(graph))  # its own error is ignored in favour of the first
             if graph:
                 self._library.cuGraphDestroy(graph)
             raise
@@ -258,7 +264,10 @@ class Driver:
         captured.graph = run
 
     def launch_graph(self, graph: c_void_p, stream: c_void_p) -> None:
-        """Raises OutOfMemory, and has given nothing to the stream then, where the device has no memory for the graph."""
+        """Launch a graph on the stream.
+
+        Raises OutOfMemory, having given nothing to the stream, if the device has no memory for the graph.
+        """
         self.call("cuGraphLaunch", graph, stream)
 
     def _attribute(self, attribute: int) -> int:
@@ -267,7 +276,7 @@ class Driver:
         return value.value
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a function of the API. Raises OutOfMemory, or InfercError with what the driver says."""
+        """Call a function of the API. Raises OutOfMemory, or InfercError with the driver's message."""
         code: int = getattr(self._library, name)(*args)
         if code != 0:
             text = c_char_p()
@@ -280,22 +289,22 @@ class Driver:
 
 @dataclass
 class Capture:
-    """What a stream was given while it was captured; `graph` is there once the capture is over."""
+    """The result of a stream capture; `graph` is set once the capture is over."""
 
     graph: c_void_p | None = None
 
 
 class Kernel:
-    """A loaded entry point."""
+    """A loaded entry point of a kernel."""
 
     def __init__(self, driver: Driver, record: LaunchRecord, module: c_void_p, function: c_void_p) -> None:
         self._driver, self._module, self._function = driver, module, function
         self.record = record
 
     def bind(self, values: Mapping[str, int]) -> Bound:
-        """The kernel with its arguments, ready for launches. values: addresses on the device, by argument.
+        """Bind the kernel to its arguments, ready for launches. values: device addresses by argument.
 
-        Raises ValueError for an address that is not aligned as the kernel was promised.
+        Raises ValueError for an address without the alignment that the kernel was compiled for.
         """
         given = {**values, "global_scratch": 0, "profile_scratch": 0}
         for argument in self.record.arguments:
@@ -312,9 +321,10 @@ class Kernel:
         return Bound(self, cells, pointers, config)
 
     def launch(self, stream: c_void_p, counts: Mapping[str, int], **values: int) -> None:
-        """Launch on `stream`. values: the record's arguments but for the two scratch pointers.
+        """Launch the kernel on `stream`. values: the record's arguments except the two scratch pointers.
 
-        counts: what the grid goes by, `num_tokens`, `num_rows` and `num_seqs`, as far as it does.
+        counts: the counts that determine the grid: `num_tokens`, `num_rows` and `num_seqs`, as far as the grid uses
+        them.
         """
         self.bind(values).launch(stream, self.record.grid_for(**counts))
 
@@ -324,17 +334,18 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Bound:
-    """A kernel and its arguments."""
+    """A kernel with its arguments."""
 
     kernel: Kernel
-    _cells: Any  # what `_pointers` points to
+    _cells: Any  # the argument values that `_pointers` points to
     _pointers: Any
     _config: LaunchConfig
 
     def launch(self, stream: c_void_p, grid: tuple[int, int, int], *, behind_kernel: bool = False) -> None:
         """Give the launch to the stream.
 
-        behind_kernel: what it was given last is a launch, so that this one may be on its way while that one runs.
+        behind_kernel: the stream's last entry is a kernel launch, so this one may start while that one still runs
+        (programmatic dependent launch).
         """
         config, kernel = self._config, self.kernel
         config.grid_x, config.grid_y, config.grid_z = grid

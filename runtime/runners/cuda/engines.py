@@ -1,9 +1,9 @@
-"""TensorRT's part of a step: the engines of the segments between our kernels, called on the same stream.
+"""The TensorRT engines of a step's segments, which run between the compiled kernels on the same stream.
 
-An engine reads and writes values where the kernels beside it have them, and weights where all have them: nothing is copied. Layers
-that are equal share one, which is given other addresses for each. A context is an engine ready for calls of one profile;
-all contexts share their memory, since one runs at a time. A graph keeps what its engines launched, so each size has contexts of
-its own, as TensorRT asks for, which have run once before they are captured.
+An engine reads and writes values in the kernels' memory, and weights where every kernel has them, so nothing is copied.
+Identical layers share one engine, which is given other addresses for each layer. A context is an engine ready for calls
+of one profile; all contexts share their memory, since one runs at a time. A graph keeps what its engines launched, so
+each size of graph has contexts of its own, as TensorRT requires, which have run once before they are captured.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from inferc.runtime.runners.cuda.tensorrt import deserialize, library_for
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 256  # bytes, of every address that an engine is given
-Shapes = Mapping[str, Sequence[Any]]  # by tensor: "tokens" or "rows", then its further sizes
-Size = tuple[int, int]  # tokens and rows of a step
+ALIGNMENT = 256  # bytes; the alignment of every address that an engine is given
+Shapes = Mapping[str, Sequence[Any]]  # per tensor: "tokens" or "rows", followed by its other dimensions
+Size = tuple[int, int]  # the tokens and the rows of a step
 
 
 class NotCapturable(InfercError):
-    """An engine cannot be part of a graph."""
+    """The error that an engine cannot be captured in a graph."""
 
 
 class Engines:
-    """The engines of an artifact, by name.
+    """The engines of an artifact by name, with their contexts.
 
-    most: by profile, the most tokens, or rows, of a call. Raises ArtifactError for a plan that TensorRT does not take,
-    ConfigError where the device has no memory for it.
+    most: per profile, the most tokens or rows of a call. Raises ArtifactError for a plan that TensorRT refuses,
+    ConfigError if the device has no memory for it.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Engines:
         self._library, self._driver, self._most = library, driver, tuple(most)
         self._memory: int | None = None
         self._stream = driver.new_stream()
-        self._contexts: dict[tuple[str, int], Any] = {}  # by profile
-        self._captured: dict[tuple[str, Size], Any] = {}  # of graphs
+        self._contexts: dict[tuple[str, int], Any] = {}  # key: engine and profile
+        self._captured: dict[tuple[str, Size], Any] = {}  # the contexts used in graphs
         self._engines: dict[str, Any] = {}
         try:
             for name, plan in plans.items():
@@ -74,7 +74,8 @@ class Engines:
         how = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         with self._library.checked(f"TensorRT does not prepare {name}") as checked:
             if for_graph and hasattr(trt, "DynamicShapesKernelSpecializationStrategy"):
-                # Kernels for the very shapes, and now: a graph would keep those that stand in until these are compiled.
+                # Compile the kernels for these exact shapes at once. By default TensorRT-RTX uses generic kernels until
+                # the specialized ones are compiled, and a graph would keep the generic ones.
                 config = checked.made(engine.create_runtime_config())
                 config.set_execution_context_allocation_strategy(how)
                 config.dynamic_shapes_kernel_specialization_strategy = (
@@ -93,9 +94,9 @@ class Engines:
         return found
 
     def prepare(self, calls: Sequence[EngineCall], counts: Mapping[str, int], stream: c_void_p) -> None:
-        """Make the contexts of a graph for steps of `counts`, whose calls these are.
+        """Make the contexts for a graph of steps of `counts`. calls: the engine calls of these steps.
 
-        Each engine runs once, on whatever lies where it reads. Raises NotCapturable.
+        Each engine runs once on whatever its inputs hold. Raises NotCapturable.
         """
         size = _size(counts)
         for call in calls:
@@ -108,9 +109,9 @@ class Engines:
                 self._captured[name, size] = context
 
     def run(self, call: EngineCall, counts: Mapping[str, int], stream: c_void_p, *, captured: bool) -> None:
-        """Give a call to the stream. captured: it becomes part of a graph, whose contexts `prepare` made.
+        """Give an engine call to the stream. captured: the call becomes part of a graph, whose contexts `prepare` made.
 
-        Raises InfercError where TensorRT fails, NotCapturable of a graph.
+        Raises InfercError if TensorRT fails, and NotCapturable if it fails while captured.
         """
         size = _size(counts)
         if captured:
@@ -129,7 +130,7 @@ class Engines:
             checked.made(context.execute_async_v3(stream.value))
 
     def close(self) -> None:
-        """Give the memory back; nothing runs any more."""
+        """Free the memory; nothing may be running."""
         self._contexts.clear()
         self._captured.clear()
         self._engines.clear()
@@ -141,7 +142,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class EngineCall:
-    """A segment, bound to addresses. launch: as program.json has it."""
+    """A call of a segment's engine, bound to addresses. launch: its entry in program.json."""
 
     launch: Mapping[str, Any]
     engines: Engines
@@ -153,11 +154,11 @@ class EngineCall:
 
     @property
     def given_shapes(self) -> Shapes:
-        """Those of its inputs: results have the shapes that follow."""
+        """The shapes of the inputs; the shapes of the outputs follow from them."""
         return {name: shape for name, shape in self.launch["shapes"].items() if not is_output(name)}
 
     def run(self, stream: c_void_p, counts: Mapping[str, int], *, captured: bool) -> None:
-        """Compute it, if it has rows."""
+        """Compute the segment, if it has rows."""
         if counts[f"num_{self.launch['rows']}"]:
             self.engines.run(self, counts, stream, captured=captured)
 
@@ -170,7 +171,7 @@ def bind_call(launch: Mapping[str, Any], engines: Engines | None, addresses: Map
 
 
 def is_output(name: str) -> bool:
-    """Of an engine's tensors y0, y1, … are results."""
+    """Return whether a tensor of an engine is an output; outputs are named y0, y1 and so on."""
     return name[0] == "y" and name[1:].isdigit()
 
 
@@ -179,13 +180,16 @@ def _size(counts: Mapping[str, int]) -> Size:
 
 
 def open_engines(artifact: Artifact, config: EngineConfig, driver: Driver) -> Engines:
-    """The engines of an artifact for the `tensorrt-paged` target. Raises ConfigError, UnsupportedError or ArtifactError."""
+    """Open the engines of an artifact for the `tensorrt-paged` target.
+
+    Raises ConfigError, UnsupportedError or ArtifactError.
+    """
     facts = artifact.manifest["tensorrt"]
     library = library_for(facts, str(artifact.path / "tensorrt"), driver, "tensorrt-paged")
     if config.deterministic:
         raise UnsupportedError(
-            f"--deterministic: what TensorRT computes of a row may depend on what else is in the batch; leave it out, or"
-            f" compile the model for --target cuda:{driver.arch}"
+            f"--deterministic: what TensorRT computes of a row may depend on what else is in the batch; leave it out,"
+            f" or compile the model for --target cuda:{driver.arch}"
         )
     most = [int(profile["max_num_tokens"]) for profile in facts["profiles"]]
     wanted = config.token_budget("tensorrt-paged")

@@ -1,4 +1,4 @@
-"""Opens the runner of launches on an NVIDIA GPU, with TensorRT's engines between them where the artifact has any."""
+"""The factory of the CUDA runner, and of the same runner with TensorRT engines between its launches."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ OF_LAUNCHES: frozenset[Capability] = frozenset(
 
 @dataclass(frozen=True)
 class CudaRunnerFactory:
-    """can: what its runner can do; open_engines: opens those that compute between the launches, first of all, since what they
-    take of the device is not in the artifact."""
+    """The factory of the CUDA runner for one target.
+
+    can: the capabilities of its runner; open_engines: opens the engines that compute between the launches. They are
+    opened first, since the memory they take of the device is not recorded in the artifact.
+    """
 
     can: frozenset[Capability]
     open_engines: Callable[[Artifact, EngineConfig, Driver], Engines] | None = None
@@ -35,14 +38,14 @@ class CudaRunnerFactory:
         artifact, config, groups = request.artifact, request.config, request.groups
         with ExitStack() as opened:
             driver = Driver()
-            with ExitStack() as before:  # what is the runner's once it is made
+            with ExitStack() as before:  # resources that the runner owns once it is made
                 before.callback(driver.close)
                 engines = None
                 if self.open_engines is not None:
-                    request.weights_checked()  # before a plan is given to TensorRT, which looks into it less closely
+                    request.weights_checked()  # first, because TensorRT checks the plans it is given less closely
                     engines = self.open_engines(artifact, config, driver)
                     before.callback(engines.close)
-                # Another GPU may compute other bits.
+                # Another model of GPU may compute other bits.
                 computed_by = f"{driver.arch}{' deterministic' * config.deterministic}"
                 disk = open_disk(artifact, config, groups, lambda: computed_by)
                 if disk is not None:

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps, one for each size (bucket), captured once and run for all lengths."""
+"""The CUDA graphs of decode steps: one per batch size (bucket), captured once and run for all sequence lengths."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ log = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """bind: the launches of steps of a size. Those of powers of two are captured by `capture_first`, the others when they are needed."""
+    """The CUDA graphs of a runner, by bucket.
+
+    bind: returns the launches for steps of a size. `capture_first` captures the buckets that are powers of two; the
+    others are captured when they are first needed.
+    """
 
     def __init__(
         self, driver: Driver, stream: c_void_p, bind: Callable[[Capacity], Launches], max_num_seqs: int
     ) -> None:
         self._driver, self._stream, self._bind = driver, stream, bind
-        self._graphs: dict[tuple[Capacity, bool], c_void_p | None] = {}  # None: there was no memory for it
+        # None: the device had no memory for the graph, or an engine cannot be captured.
+        self._graphs: dict[tuple[Capacity, bool], c_void_p | None] = {}
         self._buckets = memory.buckets(max_num_seqs)
 
     @property
@@ -30,7 +35,7 @@ class StepGraphs:
         return sum(map(bool, self._graphs.values()))
 
     def bucket_for(self, num_seqs: int) -> Capacity | None:
-        """The smallest bucket with room for so many sequences of one new token each."""
+        """Return the smallest bucket with room for this many sequences of one new token each, or None."""
         size = next((size for size in self._buckets if size >= num_seqs), None)
         return None if size is None else Capacity(size, size, size)
 
@@ -40,9 +45,10 @@ class StepGraphs:
                 self.find(Capacity(size, size, size), shares=False)
 
     def find(self, capacity: Capacity, shares: bool) -> c_void_p | None:
-        """The graph of a bucket, the launches of its largest step; None if the device has no memory for it.
+        """Return the graph of a bucket, capturing the launches of its largest step if needed.
 
-        shares: sequences share a prefix.
+        Return None if the device has no memory for it, or an engine cannot be captured. shares: sequences share a
+        prefix.
         """
         key = capacity, shares
         if key not in self._graphs:
@@ -60,7 +66,7 @@ class StepGraphs:
         return self._graphs[key]
 
     def run(self, capacity: Capacity, shares: bool) -> bool:
-        """Launch the graph of a bucket; False if there is none."""
+        """Launch the graph of a bucket, and return whether there is one."""
         graph = self.find(capacity, shares)
         if graph is None:
             return False
@@ -74,7 +80,10 @@ class StepGraphs:
         return True
 
     def milliseconds(self, capacity: Capacity, shares: bool, repeats: int) -> float:
-        """Of the device for one step of a bucket, as often as its graph runs back to back. Raises ValueError if there is none."""
+        """Return the device's milliseconds per step of a bucket, measured over `repeats` back-to-back graph launches.
+
+        Raises ValueError if there is no graph.
+        """
         graph = self.find(capacity, shares)
         if graph is None:
             raise ValueError(f"there is no graph for a bucket of {capacity.seqs}: the device has no memory for it")
@@ -95,15 +104,15 @@ class StepGraphs:
         self._graphs.clear()
 
     def _do_without(self, key: tuple[Capacity, bool], reason: str = "") -> None:
-        """Have the steps of a graph run kernel by kernel from now on. reason: there is another than memory."""
+        """Run the steps of a graph kernel by kernel from now on. reason: why, if not for lack of memory."""
         if None not in self._graphs.values() and reason:
             log.warning(
                 "%s: steps of %d sequences, and others like them, run without a CUDA graph", reason, key[0].seqs
             )
         elif None not in self._graphs.values():
             log.warning(
-                "the device has no memory for a CUDA graph: steps of %d sequences, and of other numbers whose graphs find none,"
-                " run kernel by kernel, which is slower; a lower --kv-memory leaves them more",
+                "the device has no memory for a CUDA graph: steps of %d sequences, and of other numbers whose graphs"
+                " find none, run kernel by kernel, which is slower; a lower --kv-memory leaves them more",
                 key[0].seqs,
             )
         self._graphs[key] = None

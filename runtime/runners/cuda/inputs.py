@@ -1,7 +1,7 @@
-"""What a step tells the device, as one run of bytes: where each part lies, and a plan written there.
+"""The layout of a step's inputs on the device, as one contiguous run of bytes, and the writing of a plan into it.
 
-A layout has room for so many tokens, sequences and logits rows; a launch that was bound to it, alone or in a graph, serves
-every step that fits, since kernels read the numbers of these on the device.
+A layout has room for a number of tokens, sequences and logits rows. A launch that was bound to a layout, alone or in a
+graph, serves every step that fits, since kernels read the actual numbers on the device.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from inferc.runtime.runners.cuda.shared_prefixes import SharedPrefixes
 from inferc.runtime.step.plan import SampleRows, StepPlan
 
-ALIGNMENT = 16  # bytes: what kernels are promised of every address
-ENGINE_ALIGNMENT = 256  # what engines are promised of those that they read
+ALIGNMENT = 16  # bytes; the alignment of every address that kernels are given
+ENGINE_ALIGNMENT = 256  # bytes; the alignment of the addresses that engines read
 ENGINE_INPUTS = ("token_ids", "positions", "logits_rows")
-NUM_COUNTS = 4  # tokens, logits rows, sequences, and the first of the rows
+NUM_COUNTS = 4  # the numbers of tokens, logits rows and sequences, and the index of the first row
 
 ROW_FIELDS = {
     "seq_slots": "sampled_slots",
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty")},
     **{name: name for name in ("frequency_penalty", "seeds", "counters", "num_logprobs")},
 }
-"""The fields of `SampleRows` with a number for each row, and what they are called here."""
+"""The fields of `SampleRows` that hold one number per row, and their names in the layout."""
 LISTS = {"logit_bias": "bias_starts", "banned": "banned_starts", "allowed": "allowed_starts"}
 DTYPES: dict[str, type[np.generic]] = {
     **dict.fromkeys(("sampled_slots", "top_k", "num_logprobs", "target_ids"), np.int32),
@@ -37,7 +37,7 @@ DTYPES: dict[str, type[np.generic]] = {
 
 @dataclass(frozen=True)
 class Capacity:
-    """Most tokens, sequences and logits rows of a step."""
+    """The most tokens, sequences and logits rows of a step."""
 
     tokens: int
     seqs: int
@@ -46,9 +46,9 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Field:
-    """An array of the inputs."""
+    """The place of one input array in the layout."""
 
-    offset: int  # bytes
+    offset: int  # in bytes
     dtype: type[np.generic]
     length: int
 
@@ -58,10 +58,11 @@ class Field:
 
 
 class InputLayout:
-    """sample_rows: whose logits exist at a time; max_blocks: of a sequence, for each KV group.
+    """The layout of the inputs of steps up to a capacity.
 
-    `counts` are a step's, `counts_0`, `counts_1`, … those of its logits rows, `sample_rows` at a time. The block tables come
-    last, since only what is used of them is copied.
+    sample_rows: how many logits rows exist at a time; max_blocks: per KV group, the most blocks of a sequence. The
+    field `counts` holds the counts of the step; `counts_0`, `counts_1`, … those of each chunk of `sample_rows` logits
+    rows. The block tables come last, since only their used part is copied.
     """
 
     def __init__(self, capacity: Capacity, sample_rows: int, max_blocks: Sequence[int]) -> None:
@@ -103,15 +104,15 @@ class InputLayout:
         self.num_bytes = -(-field.end // ALIGNMENT) * ALIGNMENT
 
     def views(self, memory: NDArray[np.uint8]) -> dict[str, NDArray[np.generic]]:
-        """The fields as arrays over `memory`."""
+        """Return the fields as arrays over `memory`."""
         return {name: memory[each.offset : each.end].view(each.dtype) for name, each in self.fields.items()}
 
     def write(
         self, plan: StepPlan, views: dict[str, NDArray[np.generic]], prefixes: Mapping[int, SharedPrefixes]
     ) -> list[tuple[int, int]]:
-        """Put a plan that fits into `views`; returns what to copy, as (first byte, how many).
+        """Write a plan that fits into `views`; return the byte ranges to copy as (first byte, number of bytes).
 
-        prefixes: of KV groups, where sequences share some.
+        prefixes: by KV group, where sequences share some.
         """
         tokens, seqs, rows = plan.num_tokens, plan.num_seqs, len(plan.logits_rows)
         views["counts"][:] = (tokens, rows, seqs, 0)
@@ -125,7 +126,7 @@ class InputLayout:
         views["seq_slots"][:seqs] = plan.seq_slots
         views["logits_rows"][:rows] = plan.logits_rows
         for name, count in zip(ENGINE_INPUTS, (tokens, tokens, rows), strict=True):
-            views[name][count:] = 0  # engines in a graph compute as many rows as it has room for
+            views[name][count:] = 0  # engines in a graph always compute the graph's full number of rows
         late = len(plan.late_rows)
         views["num_late"][0] = late
         views["late_rows"][:late], views["late_slots"][:late] = plan.late_rows, plan.late_slots
@@ -140,7 +141,7 @@ class InputLayout:
             views[f"block_table_{group}"][: table.size] = table.reshape(-1)
             copies.append((self.fields[f"block_table_{group}"].offset, 4 * table.size))
         if copies[1][1] and len(copies) == 2:
-            copies = [(0, self.tables_at + copies[1][1])]  # the first table follows at once
+            copies = [(0, self.tables_at + copies[1][1])]  # the only table follows directly, so one copy is enough
         return copies
 
     def _write_sampling(self, rows: SampleRows, views: dict[str, NDArray[np.generic]]) -> None:
@@ -153,7 +154,7 @@ class InputLayout:
 
 
 def _write_shared(of: SharedPrefixes | None, group: int, seqs: int, views: dict[str, NDArray[np.generic]]) -> None:
-    """What a KV group's sequences share."""
+    """Write the prefixes that sequences share in a KV group."""
     counts, shared = views[f"group_counts_{group}"], views[f"shared_{group}"]
     if of is None:
         counts[2] = 0

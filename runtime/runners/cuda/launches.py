@@ -1,7 +1,7 @@
-"""The launches of a step, bound to addresses: once for a size of step, since no address depends on more.
+"""The launches of a step, bound to addresses: once per capacity, since addresses depend on nothing else.
 
-program.json has them as data: for each, its kernels by how many rows there are, and where its arguments lie. What an engine computes
-is one of them.
+program.json describes the launches as data: for each its kernels by number of rows, and where its arguments lie. A call
+of a TensorRT engine is one of the launches.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from inferc.runtime.runners.cuda.engines import EngineCall, Engines, bind_call
 from inferc.runtime.runners.cuda.inputs import InputLayout
 
 Grids = dict[str, tuple[int, int, int]]
-Observe = Callable[[Mapping[str, Any], int, int], None]  # (launch, first of the rows, how many)
+Observe = Callable[[Mapping[str, Any], int, int], None]  # (launch, first row, number of rows)
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where everything lies that does not depend on the size of a step. Groups of equal kind are by name."""
+    """The device addresses of everything that does not depend on the size of a step."""
 
     weights: Mapping[str, int]
     caches: Sequence[int]
     state: Mapping[str, int]
     arena: int
     plan: Arena
-    most: MostRows  # what the arena was made for
+    most: MostRows  # the row counts that the arena was sized for
     scratch: Mapping[str, int]
-    spare: int  # for what a kernel is not to read
+    spare: int  # a valid address for arguments that a kernel does not use
 
 
 @dataclass(frozen=True)
 class Step:
-    """A launch that is bound, in each of the ways that it may be done.
+    """A bound launch, with its alternatives.
 
-    choices: (up to how many rows, kernel and arguments); product: what a library does instead for some rows.
+    choices: (largest number of rows or None, kernel with arguments), in rising order; product: the library's product
+    that replaces the kernel for some numbers of rows.
     """
 
     launch: Mapping[str, Any]
@@ -49,9 +50,9 @@ class Step:
     product: BoundProduct | None
 
     def run(self, stream: c_void_p, counts: Mapping[str, int], behind_kernel: bool, grids: Grids) -> bool:
-        """Launch it, if there are rows; whether by a kernel of ours.
+        """Run the launch if it has rows; return whether a compiled kernel, not the library, was launched.
 
-        grids: of these counts, for the layers that share a kernel.
+        grids: caches the grids of these counts, for the layers that share a kernel.
         """
         rows = counts[f"num_{self.launch['rows']}"]
         if rows and self.product is not None and self.product.takes(rows):
@@ -68,9 +69,9 @@ class Step:
 
 
 class Launches:
-    """All launches of steps that fit a layout whose inputs lie at `inputs` and whose results go to `outputs`.
+    """All launches for steps that fit a layout whose inputs lie at `inputs` and whose results go to `outputs`.
 
-    order: of addition, FAST or INVARIANT. cublaslt: computes the products that records of kernels leave to it.
+    order: the order of addition, FAST or INVARIANT. cublaslt: computes the products that kernel records leave to it.
     """
 
     def __init__(
@@ -106,14 +107,17 @@ class Launches:
         captured: bool = False,
         observe: Observe | None = None,
     ) -> None:
-        """Give a step of `counts` to the stream. shares: there are sequences that share a prefix; captured: it becomes a
-        graph, for which `prepare_graph` was called; observe: called as each launch was given to the stream."""
-        needed = {
-            "",
-            *((SHARED,) if shares else ()),
-            *((PREFILL,) if counts["num_tokens"] > counts["num_seqs"] else ()),
-        }
-        behind = False  # a launch, not a copy
+        """Give a step of `counts` to the stream.
+
+        shares: some sequences share a prefix; captured: the step becomes a graph, for which `prepare_graph` was called;
+        observe: called after each launch was given to the stream.
+        """
+        needed = {""}
+        if shares:
+            needed.add(SHARED)
+        if counts["num_tokens"] > counts["num_seqs"]:
+            needed.add(PREFILL)
+        behind = False  # whether the stream's last entry is a kernel launch
         grids: Grids = {}
         for launch in self.step:
             if launch.launch.get("only", "") not in needed:
@@ -140,7 +144,7 @@ class Launches:
                 behind = launch.run(stream, of_chunk, behind, of_chunk_grids)
 
     def prepare(self, stream: c_void_p) -> None:
-        """Have the library choose how it computes its products, for all steps that fit."""
+        """Have the library choose its algorithms for all steps that fit."""
         capacity = self._layout.capacity
         most = {"tokens": capacity.tokens, "rows": capacity.rows}
         most_of_chunk = {**most, "rows": min(capacity.rows, self._layout.sample_rows)}
@@ -150,7 +154,7 @@ class Launches:
                     each.product.prepare(stream, limits[each.launch["rows"]])
 
     def prepare_graph(self, stream: c_void_p, counts: Mapping[str, int]) -> None:
-        """Have the engines ready to be captured in a step of `counts`. Raises NotCapturable."""
+        """Prepare the engines for the capture of a step of `counts`. Raises NotCapturable."""
         if self._engines is not None:
             self._engines.prepare(self._calls, counts, stream)
 

@@ -1,4 +1,4 @@
-"""What an artifact takes of a GPU's memory, before any of it is taken, and what to change where that is more than there is."""
+"""The estimate of an artifact's GPU memory before any is allocated, and the settings to change if it does not fit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from inferc.runtime.runners.cuda.weights import placed_bytes
 from inferc.system.json_text import parse_json
 
 MAX_SAMPLE_ROWS = 256
-PAGE = 2 << 20  # the driver gives memory in pieces of this size
-RESERVE_BYTES = 256 << 20  # of the kernels' code and stacks, and of the driver itself
-GRAPH_LAUNCH_BYTES = (
-    16 << 10
-)  # of a graph, for each launch in it: an estimate; a step whose graph finds no memory runs without
-MIN_LEN = 16  # tokens: what a setting that fits must serve at least
+PAGE = 2 << 20  # bytes; the driver allocates memory in pieces of this size
+RESERVE_BYTES = 256 << 20  # for the kernels' code and stacks, and for the driver itself
+# The estimated bytes of a graph per launch in it. A step whose graph finds no memory runs without a graph.
+GRAPH_LAUNCH_BYTES = 16 << 10
+MIN_LEN = 16  # tokens of context that a setting must at least serve to be suggested
 
 
 def align(count: int, to: int = ROW_ALIGNMENT) -> int:
@@ -31,19 +30,19 @@ def align(count: int, to: int = ROW_ALIGNMENT) -> int:
 
 
 def sample_rows(max_num_seqs: int) -> int:
-    """How many rows of logits exist at a time."""
+    """Return how many rows of logits exist at a time."""
     return min(MAX_SAMPLE_ROWS, align(max_num_seqs))
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of everything but the KV cache, for one way to serve an artifact."""
+    """The bytes of everything except the KV cache, for one way to serve an artifact."""
 
     weights: int
     arena: int
     scratch: int
-    inputs: int  # and results
-    workspace: int  # of the library of products
+    inputs: int  # the inputs and the results
+    workspace: int  # cuBLASLt's workspace
     graphs: int
 
     @property
@@ -53,7 +52,7 @@ class Footprint:
 
 
 def scratch_bytes(size: Mapping[str, Any], most: Capacity, max_num_seqs: int) -> int:
-    """Of a buffer that program.json's "scratch" describes."""
+    """Return the bytes of a buffer that program.json's "scratch" describes."""
     return int(
         size.get("const", 0)
         + size.get("per_token", 0) * most.tokens
@@ -63,29 +62,32 @@ def scratch_bytes(size: Mapping[str, Any], most: Capacity, max_num_seqs: int) ->
 
 
 def most_rows(capacity: Capacity, max_num_seqs: int) -> MostRows:
-    """What the arena is made for."""
+    """Return the row counts that the arena is sized for."""
     return MostRows.of(capacity.tokens, capacity.rows, capacity.seqs, sample_rows(max_num_seqs))
 
 
 def most_of_all(max_num_tokens: int, max_num_seqs: int) -> Capacity:
-    """What the memory is sized for: scoring asks for a row a token; a graph has room for more sequences than there are."""
+    """Return the capacity that the memory is sized for.
+
+    Scoring asks for a logits row per token, and a graph has room for more sequences than `max_num_seqs`.
+    """
     tokens, seqs = align(max_num_tokens), align(max_num_seqs)
     return Capacity(max(tokens, seqs), seqs, max(tokens, seqs))
 
 
 def buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes for which steps have a graph: dense where padding would cost most of a step."""
+    """Return the batch sizes for which steps have a graph: dense where padding would cost most of a step."""
     sizes = [1, 2, 4, *range(8, 129, 8), *range(192, 1025, 64)]
     fitting = [size for size in sizes if size < max_num_seqs]
     return (*fitting, next((size for size in sizes if size >= max_num_seqs), sizes[-1]))
 
 
 def graphs_bytes(artifact: Any, max_num_seqs: int, deterministic: bool) -> int:
-    """Of the graphs of all buckets, with and without prefixes that sequences share."""
+    """Return the bytes of the graphs of all buckets, with and without shared prefixes."""
     order = INVARIANT if deterministic else FAST
     parts = [artifact.program["launches"][part] for part in ("begin", "step", "head", "sample")]
     launches = [each for part in parts for each in part if each.get("order", order) == order]
-    # Of an engine it is not known what it launches; a kernel for each op is more than it should need.
+    # The number of launches in an engine is unknown; one kernel per op is an upper estimate.
     num_always, num_shared = (
         sum(int(each.get("num_ops", 1)) for each in launches if each.get("only") == only) for only in (None, SHARED)
     )
@@ -94,18 +96,18 @@ def graphs_bytes(artifact: Any, max_num_seqs: int, deterministic: bool) -> int:
 
 
 def buffers(artifact: Any, deterministic: bool) -> dict[str, Mapping[str, Any]]:
-    """The scratch that launches of one order of addition need."""
+    """Return the scratch buffers that the launches of one order of addition need."""
     order = INVARIANT if deterministic else FAST
     return {name: size for name, size in artifact.program["scratch"].items() if size.get("order", order) == order}
 
 
 def counts_bytes(artifact: Any, max_num_seqs: int) -> int:
-    """Of the penalty counts of all slots, a number for each token of the vocabulary."""
+    """Return the bytes of the penalty counts of all slots: one int32 per token of the vocabulary."""
     return 4 * align(int(artifact.model["vocab_size"])) * max_num_seqs
 
 
 def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, deterministic: bool = False) -> Footprint:
-    """Of an artifact served with these maxima."""
+    """Return the footprint of an artifact served with these limits."""
     capacity = most_of_all(max_num_tokens, max_num_seqs)
     arena = Arena(artifact.program["memory_plan"]["pools"])
     blocks = [-(-artifact.max_model_len // artifact.block_size)] * len(artifact.kv_groups)
@@ -123,7 +125,7 @@ def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, determinist
 
 
 def workspace_bytes(artifact: Any, deterministic: bool) -> int:
-    """Of the library of products, where the records of a chip leave some to it; the invariant order never does."""
+    """Return the bytes of cuBLASLt's workspace: 0 unless a chip's records use it; the invariant order never does."""
     records = (data for name, data in artifact.contents.items() if name.endswith(f"/{RECORDS}"))
     return WORKSPACE_BYTES if not deterministic and any(map(_name_library, records)) else 0
 
@@ -135,7 +137,10 @@ def _name_library(records: bytes) -> bool:
 
 @lru_cache
 def output_layout(rows: int) -> dict[str, int]:
-    """Where the results of up to `rows` rows lie, and the `end`: ids, and what is reported of their probabilities."""
+    """Return the offset of each result for up to `rows` rows, and the total size as `end`.
+
+    The results are ids and what is reported of their probabilities.
+    """
     from inferc.runtime.step.limits import MAX_TOP_LOGPROBS
 
     sizes = {"token_ids": 1, "argmax": 1, "logprobs": 1, "ranks": 1}
@@ -148,7 +153,10 @@ def output_layout(rows: int) -> dict[str, int]:
 
 
 def kv_available(artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, ...], free_bytes: int, gpu: str) -> int:
-    """Bytes that the KV cache may take. Raises ConfigError, with settings that fit, where the rest leaves too few."""
+    """Return the bytes that the KV cache may take.
+
+    Raises ConfigError, suggesting settings that fit, if the rest leaves too few.
+    """
     seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
     held = footprint(artifact, tokens, seqs, config.deterministic)
     left = free_bytes - held.fixed
@@ -172,7 +180,7 @@ def kv_available(artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, 
 def _that_fit(
     artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, ...], free: int, wanted: int
 ) -> Iterator[str]:
-    """Settings each of which alone makes it fit."""
+    """Yield settings, each of which alone makes the artifact fit."""
     seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
 
     def left(num_tokens: int, num_seqs: int) -> int:
@@ -195,7 +203,7 @@ def _that_fit(
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest count up to `most` that fits; 0 if none does."""
+    """Return the largest count up to `most` that fits; 0 if none does."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -204,7 +212,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _kv_bytes(artifact: Any, groups: tuple[CacheGroup, ...], tokens: int, seqs: int, length: int) -> int:
-    """Of pools that hold `seqs` sequences of `length`, and block 0."""
+    """Return the bytes of pools that hold `seqs` sequences of `length`, and block 0."""
     limits = CacheLimits(artifact.block_size, length, seqs, tokens)
     return pools_bytes(groups, limits, pools_for_all(groups, limits))
 

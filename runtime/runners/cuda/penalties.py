@@ -1,4 +1,4 @@
-"""Penalty counts on a GPU: how often each sequence's prompt and answer have each token, by slot."""
+"""The penalty counts on a GPU: by slot, whether the prompt contains each token, and how often the output does."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.staging import Staging
 from inferc.runtime.step.plan import I32
 
-COUNT_BUFFERS = 4  # sequences with penalties that may join while the copy of the first one's counts is under way
+COUNT_BUFFERS = 4  # how many sequences with penalties may join before one waits for a copy of counts
 COUNT_OF_PROMPT = np.uint32(1 << 31)
 
 
 class PenaltyCounts:
-    """table: the address of a pointer a slot, 0 where a sequence has no penalties, which kernels read."""
+    """The penalty counts of all slots.
+
+    table: the address of an array that kernels read, with a pointer per slot; 0 where a sequence has no penalties.
+    """
 
     def __init__(
         self, driver: Driver, stream: c_void_p, memory: DeviceMemory, table: int, vocab_size: int, max_num_seqs: int
@@ -25,11 +28,11 @@ class PenaltyCounts:
         self._driver, self._stream, self._table = driver, stream, table
         self._slot_bytes = 4 * align_rows(vocab_size)
         self._counts = memory.new(self._slot_bytes * max_num_seqs)
-        self._counted: set[int] = set()  # slots whose sequences have penalties
+        self._counted: set[int] = set()  # the slots whose sequences have penalties
         self._staging = Staging(driver, stream, 8 + 4 * vocab_size, COUNT_BUFFERS)
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
-        """A sequence gets `slot`: start its counts from these ids (None: it has no penalties)."""
+        """Assign `slot` to a new sequence: start its counts from these ids (None: it has no penalties)."""
         if prompt_ids is None and slot not in self._counted:
             return
         address = 0 if prompt_ids is None else self._counts + self._slot_bytes * slot

@@ -1,8 +1,8 @@
-"""Runs the steps of an artifact on an NVIDIA GPU: its memory, its graphs, and what goes there and comes back for each step.
+"""The CUDA runner: it runs the steps of an artifact on an NVIDIA GPU, and owns its memory, graphs and transfers.
 
-`submit` gives the device a step and returns; ids that the step before is still sampling are found there, so the device never
-waits for the host. `wait` waits for the ids alone. Steps in which every sequence has one new token run as graphs, one for each
-size (bucket), which are captured once and serve all lengths.
+`submit` gives the device a step and returns. Ids that the previous step is still sampling are read on the device, so
+the device never waits for the host. `wait` waits only for the sampled ids. Steps in which every sequence has one new
+token run as CUDA graphs, one for each batch size (bucket), which are captured once and serve all lengths.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ from inferc.runtime.step.plan import F32, I32, I64, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
-IN_FLIGHT = 3  # steps whose inputs and results have memory of their own on the host
+IN_FLIGHT = 3  # how many steps have memory of their own on the host for inputs and results
 
 
 class CudaRunner:
-    """Steps of one artifact on one GPU.
+    """A runner that executes the steps of one artifact on one GPU.
 
-    owns_driver: closes it at the end. poison: fill memory with NaN first, so that tests see
-    a read of what was never written. place_weights: puts them at an address and on, in place of the artifact's. lower: memory of
-    this machine with the blocks of the KV cache's lower tier, of each group [blocks, bytes of one]. engines: compute the artifact's
-    segments, and are the runner's own once it is made.
-    Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError where its memory is too small.
+    - owns_driver: close the driver at the end.
+    - poison: fill memory with NaN first, so that tests notice reads of memory never written.
+    - place_weights: writes the weights from an address on, in place of copying the artifact's.
+    - lower: host memory with the blocks of the KV cache's lower tier, per group [blocks, bytes of a block].
+    - engines: compute the artifact's segments; once the runner is made, it owns them.
+
+    Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError if its memory is too small.
     """
 
     def __init__(
@@ -75,8 +77,12 @@ class CudaRunner:
         self.num_blocks = config.num_blocks
         self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.limits = StepLimits(
-            *(self.max_num_tokens, self.max_num_seqs, max(self.max_num_tokens, self.max_num_seqs)),
-            *(self.vocab_size, self.num_blocks, self.block_size),
+            self.max_num_tokens,
+            self.max_num_seqs,
+            max(self.max_num_tokens, self.max_num_seqs),
+            self.vocab_size,
+            self.num_blocks,
+            self.block_size,
             num_offloaded=tuple(map(len, lower)),
         )
         self._groups = artifact.kv_groups
@@ -104,23 +110,26 @@ class CudaRunner:
         sizes = [self.block_size * int(group["bytes_per_token"]) for group in self._groups]
         self._tier = TierCopies(driver, self._stream, self._addresses.caches, sizes, self.num_blocks, lower)
         self._observer: Observer | None = None
-        self._sent: tuple[Capacity, bool] | None = (
-            None  # what the inputs on the device are for: layout, shared prefixes
-        )
+        # The capacity of the inputs on the device, and whether sequences share prefixes.
+        self._sent: tuple[Capacity, bool] | None = None
         free, _ = driver.memory_info()
         self._graphs.capture_first()
         driver.wait(self._stream)
         taken = (free - driver.memory_info()[0]) >> 20
         log.info(
             "model runner: %s (%s code), %d graphs (%d MiB), %s KV blocks of %d tokens",
-            *(driver.name, self.arch, self._graphs.num_captured, taken),
-            *(" + ".join(map(str, self.num_blocks)), self.block_size),
+            driver.name,
+            self.arch,
+            self._graphs.num_captured,
+            taken,
+            " + ".join(map(str, self.num_blocks)),
+            self.block_size,
         )
 
     # ---------------------------------------------------------------------------------- memory
 
     def _allocate(self, poison: bool, place_weights: Callable[[Driver, int], dict[str, int]]) -> Addresses:
-        """All memory whose size does not depend on a step."""
+        """Allocate all memory whose size does not depend on a step."""
         artifact, new = self._artifact, self._memory.new
         plan = Arena(artifact.program["memory_plan"]["pools"])
         most = memory.most_rows(self._most, self.max_num_seqs)
@@ -152,11 +161,11 @@ class CudaRunner:
 
     @property
     def cublaslt_version(self) -> str | None:
-        """Of the library, if it computes products here."""
+        """The version of cuBLASLt, or None if it computes no products here."""
         return None if self._cublaslt is None else self._cublaslt.version
 
     def _open_cublaslt(self) -> CublasLt | None:
-        """The library of products, where kernels leave some to it in the order of addition, and this machine has it."""
+        """Open cuBLASLt if kernels leave products to it in this order of addition, and this machine has it."""
         left = [kernel.record.library for kernel in self._kernels.values() if kernel.record.library is not None]
         if not left or self._order != FAST:
             return None
@@ -178,14 +187,17 @@ class CudaRunner:
     # ----------------------------------------------------------------------------------- steps
 
     def submit(self, plan: StepPlan) -> None:
-        """Give the device a step and its sampling; `wait` returns its result. Raises RequestError for a plan out of bounds."""
+        """Give the device a step and its sampling; `wait` returns its result.
+
+        Raises RequestError for a plan out of bounds.
+        """
         self.limits.check(plan)
         self._enter()
         step = self._free.popleft()
         step.error = None
         try:
             self._submit(plan, step)
-        except Exception as error:  # a step must answer: whoever waits for it would wait forever
+        except Exception as error:  # every step must give a result, or `wait` would block forever
             log.exception("step failed")
             step.error = str(error)
             with suppress(InfercError):
@@ -210,7 +222,7 @@ class CudaRunner:
         self._driver.record(step.event, self._stream)
 
     def wait(self) -> StepResult:
-        """The result of the oldest step that was submitted and not yet waited for."""
+        """Return the result of the oldest step that was submitted and not yet waited for."""
         self._enter()
         step = self._pending.popleft()
         try:
@@ -225,7 +237,7 @@ class CudaRunner:
         return StepResult(np.zeros(0, np.int32), error=step.error)
 
     def score(self, plan: StepPlan, target_ids: I32) -> tuple[F32, I32]:
-        """Log-probability of a target id per logits row, and the most likely id; runs the step (its K,V are written)."""
+        """Run the step, writing its K and V; return each logits row's target log probability and most likely id."""
         self.limits.check(plan)
         assert not plan.loads, "a text that is scored is not looked for in the cache"
         rows = len(plan.logits_rows)
@@ -252,12 +264,12 @@ class CudaRunner:
             self._free.append(step)
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
-        """A sequence gets `slot`: start its penalty counts from these ids (None: it has no penalties)."""
+        """Assign `slot` to a new sequence: start its penalty counts from these ids (None: it has no penalties)."""
         self._enter()
         self._penalties.reset_slot(slot, prompt_ids, output_ids)
 
     def _capacity(self, plan: StepPlan, eager: bool = False) -> tuple[Capacity, bool]:
-        """Of the smallest layout for the plan, and whether it is a bucket's."""
+        """Return the capacity of the smallest layout for the plan, and whether it is a bucket's."""
         if not eager and self._observer is None and plan.num_tokens == plan.num_seqs >= len(plan.logits_rows):
             bucket = self._graphs.bucket_for(plan.num_seqs)
             if bucket is not None:
@@ -267,7 +279,7 @@ class CudaRunner:
         return Capacity(tokens, self._most.seqs, rows), False
 
     def _shared_settings(self) -> dict[int, tuple[int, int, int, int]]:
-        """By KV group of which prefixes are read once for several sequences: the arguments of `shared_prefixes`."""
+        """Return the arguments of `shared_prefixes` by KV group, for groups whose shared prefixes are read once."""
         if self._order != FAST:
             return {}
         found = {}
@@ -296,19 +308,21 @@ class CudaRunner:
                     self._inputs.address,
                     outputs,
                 ),
-                *(self._order, self._cublaslt, self._engines),
+                self._order,
+                self._cublaslt,
+                self._engines,
             )
         return self._launches[capacity]
 
     # --------------------------------------------------------------------------------- K and V
 
     def copy_slots(self, group: int, source: I64, target: I64) -> None:
-        """Copy K and V of slots, in order, in every layer of a KV group."""
+        """Copy K and V between slots, in order, in every layer of a KV group."""
         self._enter()
         self._blocks.copy_slots(group, source, target)
 
     def pack_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
-        """The canonical form of some blocks: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale]."""
+        """Return blocks in canonical form: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale]."""
         self._enter()
         return self._blocks.pack(group, blocks)
 
@@ -318,7 +332,7 @@ class CudaRunner:
         self._blocks.unpack(group, blocks, canonical)
 
     def read_block(self, group: int, block: int, to: NDArray[np.uint8]) -> None:
-        """Copy a block, which no step under way changes, to memory here beside the steps; for one thread of its own."""
+        """Copy a block that no step in flight changes to host memory, beside the steps; for a single thread only."""
         self._enter()
         self._tier.down(group, block, to)
 
@@ -327,7 +341,7 @@ class CudaRunner:
     def set_observer(self, observer: Observer | None) -> None:
         """Call `observer(entry of program.json "observable", layer, rows)` after every launch; bfloat16 as its bits.
 
-        Steps run launch by launch then, and wait after each.
+        With an observer, steps run launch by launch and wait after each.
         """
         self._observer = observer
 
@@ -362,24 +376,25 @@ class CudaRunner:
             self._driver.fill(cache, 0x3C, size, self._stream)
 
     def step_ms(self, size: int, repeats: int = 20) -> float:
-        """Milliseconds of the device for a decode step of a bucket, as often as its graph runs back to back; the last plan
-        that ran in the bucket is what it computes again."""
+        """Return the device's milliseconds per decode step of a bucket, over `repeats` back-to-back graph launches.
+
+        The graph computes the last plan again, which must have run in this bucket.
+        """
         self._enter()
         if self._sent is None or self._sent[0] != Capacity(size, size, size):
             raise ValueError(f"the last step was of {self._sent}, not of a bucket of {size}")
         return self._graphs.milliseconds(*self._sent, repeats)
 
     def close(self) -> None:
-        """Finish what is under way and give the memory back."""
+        """Finish the steps in flight and free the memory."""
         if not self._memory.is_open:
             return
         self._enter()
         driver = self._driver
         try:
             driver.wait(self._stream)
-        except (
-            InfercError
-        ) as error:  # of a kernel: nothing can be given back any more, and whoever closes has been told
+        except InfercError as error:
+            # A kernel failed: nothing can be freed any more, and its error has been reported before.
             log.warning("%s", error)
             self._memory.forget()
             return
@@ -412,7 +427,7 @@ class CudaRunner:
 
 
 def _copied(artifact: Any) -> Callable[[Driver, int], dict[str, int]]:
-    """Puts an artifact's weights onto a GPU."""
+    """Return a function that copies an artifact's weights to a GPU."""
     return lambda driver, base: copy_weights(driver, artifact.weights, artifact.maps, base)
 
 

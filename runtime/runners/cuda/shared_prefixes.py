@@ -1,7 +1,7 @@
-"""Which sequences of a step share a prefix, so that its keys and values are read once for several of them.
+"""The detection of sequences in a step that share a prefix, so that its keys and values are read once for several.
 
-Blocks are shared by the prefix cache and by forks: sequences whose tables begin with the same blocks. Reading them once
-costs launches of its own in every layer, which pay where enough is not read.
+The prefix cache and forks share blocks: the tables of such sequences begin with the same blocks. Reading them once
+costs extra launches in every layer, which pay off only if enough reads are saved.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 from inferc.runtime.step.plan import I32, StepPlan
 
-LEAST_SAVED_BYTES = 16 << 20  # a layer: at the rate of an H100's L2, about what two launches take
+LEAST_SAVED_BYTES = 16 << 20  # per layer; reading this from an H100's L2 takes about as long as two launches
 
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Groups of sequences that decode: group g is members[starts[g]:starts[g + 1]], which share keys[g] keys.
+    """The groups of decoding sequences that share a prefix: members[starts[g]:starts[g + 1]] share keys[g] keys.
 
-    shared: for each sequence of the step, how many keys its group does.
+    shared: for each sequence of the step, the number of keys that its group shares.
     """
 
     members: I32
@@ -31,10 +31,10 @@ class SharedPrefixes:
 def shared_prefixes(
     plan: StepPlan, group: int, block_size: int, most_members: int, unit: int, layer_bytes: int
 ) -> SharedPrefixes | None:
-    """Of a KV group, if they are worth it.
+    """Return the shared prefixes of a KV group, or None if reading them once does not pay off.
 
-    unit: of what number of keys each is a multiple; layer_bytes: of a token's K and V in a layer. A prefix may be shorter than
-    what two members share: it is what all share whose first block is the same.
+    unit: every number of shared keys is a multiple of it; layer_bytes: the bytes of one token's K and V in a layer. A
+    prefix may be shorter than what two of its members share: it is what all sequences with the same first block share.
     """
     table = plan.block_tables[group]
     decoding = np.flatnonzero(np.diff(plan.query_start_loc) == 1)
@@ -55,7 +55,7 @@ def shared_prefixes(
         own = table[alike]
         same = (own == own[0]).all(0)
         blocks = len(same) if same.all() else int(same.argmin())
-        # Of each sequence a key is left: the new token's own.
+        # At least one key of each sequence, that of its new token, is not shared.
         count = min(blocks * block_size, int(plan.seq_lens[alike].min()) - 1) // unit * unit
         for at in range(0, len(alike), most_members) if count else ():
             some = alike[at : at + most_members]

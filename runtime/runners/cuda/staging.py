@@ -1,4 +1,4 @@
-"""Pinned memory between this machine and a GPU: all that the driver copies without making whoever asks wait."""
+"""The pinned staging buffers for copies between this machine and a GPU, which the driver runs asynchronously."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from inferc.runtime.runners.cuda.driver import Driver
 
 
 class Staging:
-    """`count` buffers of `num_bytes` in turn, for copies on one stream. Each is allocated when it is first needed."""
+    """A ring of `count` pinned buffers of `num_bytes` for copies on one stream; each is allocated when first needed."""
 
     def __init__(self, driver: Driver, stream: c_void_p, num_bytes: int, count: int) -> None:
         self._driver, self._stream = driver, stream
         self._num_bytes, self._count = num_bytes, count
-        self._buffers: deque[tuple[NDArray[np.uint8], c_void_p]] = deque()  # that were used longest ago first
+        self._buffers: deque[tuple[NDArray[np.uint8], c_void_p]] = deque()  # the least recently used first
 
     @contextmanager
     def buffer(self) -> Iterator[NDArray[np.uint8]]:
-        """One whose copies are done; those that are given to the stream within the block may still be under way after it."""
+        """Yield a buffer whose copies are done; copies that the block gives to the stream may outlast the block."""
         driver = self._driver
         if len(self._buffers) < self._count:
             self._buffers.appendleft((driver.allocate_host(self._num_bytes), driver.new_event()))
@@ -36,7 +36,7 @@ class Staging:
             driver.record(event, self._stream)
 
     def close(self) -> None:
-        """Give the memory back; no copy may be under way."""
+        """Free the memory; no copy may be in flight."""
         for memory, event in self._buffers:
             self._driver.free_host(memory)
             self._driver.call("cuEventDestroy_v2", event)

@@ -1,4 +1,4 @@
-"""A step that is under way on a GPU: its memory on the host, and what the device wrote there."""
+"""The host memory of a step in flight on a GPU, and the reading of the results that the device wrote there."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from inferc.runtime.step.plan import Logprobs, StepResult
 
 @dataclass
 class StepBuffers:
-    """Memory of the host for one step that is under way, and what is to be made of its results."""
+    """The host memory of one step in flight, and how to read its results."""
 
     inputs: NDArray[np.uint8]
     outputs: NDArray[np.uint8]
     event: c_void_p
     views: dict[Capacity, dict[str, NDArray[Any]]] = field(default_factory=dict)
-    lists: NDArray[np.uint8] | None = None  # of the step's bias, banned and allowed ids
+    lists: NDArray[np.uint8] | None = None  # the step's bias, banned and allowed ids
     num_rows: int = 0
     num_logprobs: list[int] | None = None
     wants_logprobs: bool = False
@@ -31,7 +31,7 @@ class StepBuffers:
     error: str | None = None
 
     def result(self) -> StepResult:
-        """What the device wrote for the step."""
+        """Return the result that the device wrote for the step."""
         if not self.num_rows:
             return StepResult(np.zeros(0, np.int32))
         ids = self._read("token_ids", np.int32).copy()

@@ -1,4 +1,4 @@
-"""What a step tells a GPU, on its way there: the plan, its lists of token ids, and which sequences share a prefix."""
+"""The transfer of a step's inputs to the GPU: the plan, its lists of token ids, and which sequences share a prefix."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LEAST_LISTS_BYTES = 1 << 16
 class StepInputs:
     """The memory on the device that steps read their inputs from, and the copies that fill it.
 
-    address: of the inputs. sharing: by KV group of which prefixes are read once for several sequences, the arguments of
-    `shared_prefixes`.
+    address: where the inputs lie. sharing: the arguments of `shared_prefixes` by KV group, for the groups whose shared
+    prefixes are read once for several sequences.
     """
 
     def __init__(
@@ -40,17 +40,20 @@ class StepInputs:
         self._sample_rows, self._max_blocks, self.sharing = sample_rows, max_blocks, sharing
         self._layouts: dict[Capacity, InputLayout] = {}
         self.num_bytes = self.layout(most).num_bytes
-        self.address = device.new(self.num_bytes, zero=True)  # engines run once before there is a step
+        self.address = device.new(self.num_bytes, zero=True)  # zeroed because engines run once before the first step
         self._lists, self._lists_bytes = device.new(LEAST_LISTS_BYTES), LEAST_LISTS_BYTES
 
     def layout(self, capacity: Capacity) -> InputLayout:
-        """Where each input lies in steps of this size."""
+        """Return where each input lies in steps of this capacity."""
         if capacity not in self._layouts:
             self._layouts[capacity] = InputLayout(capacity, self._sample_rows, self._max_blocks)
         return self._layouts[capacity]
 
     def send(self, plan: StepPlan, buffers: StepBuffers, capacity: Capacity, target_ids: I32 | None = None) -> bool:
-        """Write the plan and copy it to the device; whether sequences share a prefix that is read for all of them."""
+        """Write the plan and copy it to the device.
+
+        Return whether sequences share a prefix that is read once for them.
+        """
         prefixes = {}
         for group, settings in self.sharing.items():
             found = shared_prefixes(plan, group, *settings)
@@ -71,7 +74,7 @@ class StepInputs:
         return bool(prefixes)
 
     def _send_lists(self, plan: StepPlan, buffers: StepBuffers) -> list[int]:
-        """Copy the ids of bias, banned and allowed tokens, and the values of bias; returns their addresses."""
+        """Copy the ids of bias, banned and allowed tokens, and the values of bias; return their addresses."""
         lists: list[TokenLists] = [getattr(plan.sample, name) for name in LISTS]
         bias, banned, allowed = lists
         arrays: list[Any] = [bias.token_ids, bias.values, banned.token_ids, allowed.token_ids]
@@ -81,7 +84,7 @@ class StepInputs:
         if sum(sizes) > self._lists_bytes:
             num_bytes = power_of_two(sum(sizes))
             larger = self._device.new(num_bytes)
-            self._driver.wait(self._stream)  # steps under way read the old ones
+            self._driver.wait(self._stream)  # steps in flight read the old lists
             self._device.free(self._lists)
             self._lists, self._lists_bytes = larger, num_bytes
         if buffers.lists is None or len(buffers.lists) < sum(sizes):
@@ -99,5 +102,5 @@ class StepInputs:
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is not less, 64 at least."""
+    """Return the smallest power of two that is at least `count` and at least 64."""
     return max(64, 1 << (count - 1).bit_length()) if count > 1 else 64

@@ -1,4 +1,4 @@
-"""TensorRT engines of an artifact: what opens a plan, and what is refused before that."""
+"""The opening of an artifact's TensorRT plans, and the checks before it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from inferc.runtime.runners.cuda.driver import Driver
 
 
 def library_for(facts: Mapping[str, Any], where: str, driver: Driver, device: str) -> Library:
-    """The package that runs plans of which the manifest says `facts`. where: their name, for people; device: of the target.
+    """Return the package that runs plans for which the manifest states `facts`.
 
-    Raises ConfigError, UnsupportedError or ArtifactError where they are of another package, version or chip.
+    where: the plans' name, for people; device: the device part of the target. Raises ConfigError, UnsupportedError or
+    ArtifactError if the plans are of another package, version or chip.
     """
     library = to_run(facts["package"], facts["version"], where)
     if driver.arch != facts["arch"]:
         raise UnsupportedError(
-            f"{where} is for {facts['arch']}, and this GPU ({driver.name}) is {driver.arch}: a plan runs on its own chip"
-            f" alone; compile the model with --target {device}:{driver.arch} or cuda:{driver.arch}"
+            f"{where} is for {facts['arch']}, and this GPU ({driver.name}) is {driver.arch}: a plan runs on its own"
+            f" chip alone; compile the model with --target {device}:{driver.arch} or cuda:{driver.arch}"
         )
     return library
 
 
 def deserialize(library: Library, plan: Any, where: str) -> Any:
-    """The engine of a plan, given as its bytes. Raises ArtifactError for one that TensorRT does not take."""
+    """Return the engine of a plan, given as bytes. Raises ArtifactError if TensorRT refuses the plan."""
     trt = library.module
     with library.checked(f"{where} does not load", ArtifactError) as checked:
         runtime = checked.made(trt.Runtime(library.logger))
@@ -35,7 +36,7 @@ def deserialize(library: Library, plan: Any, where: str) -> Any:
 
 
 def _check_validity(trt: Any, validity: Any, diagnostics: int) -> None:
-    """Raise ArtifactError, with what TensorRT-RTX finds wrong, for a plan that it cannot run here."""
+    """Raise ArtifactError with the diagnosis of TensorRT-RTX if it cannot run a plan here."""
     if validity == trt.EngineValidity.INVALID:
         found = [name for name, bit in trt.EngineInvalidityDiagnostics.__members__.items() if int(bit) & diagnostics]
         told = ", ".join(name.lower().replace("_", " ") for name in found) or "it says nothing of why"

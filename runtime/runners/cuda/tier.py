@@ -1,4 +1,4 @@
-"""Blocks of the KV cache between a GPU and the lower tier in this machine's memory, as they lie."""
+"""The copies of KV blocks between a GPU and the lower tier in host memory, in the device's layout."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.staging import Staging
 from inferc.runtime.step.plan import Copies
 
-BUFFERS = 32  # blocks on their way to the device; the next one waits for the first of them
+BUFFERS = 32  # blocks in transit to the device; one more waits until the first has arrived
 
 
 class TierCopies:
-    """pools: where the blocks of each KV group lie on the device; block_bytes, num_blocks: of each; lower: the lower tier's blocks,
-    of each group [blocks, block_bytes], numbered behind the device's.
+    """The copies between the device's pools and the lower tier.
 
-    Blocks go up on the runner's stream: what is given to it behind them finds them there. They come down on a stream of its own,
-    asked for by one thread.
+    - pools: the device addresses of each KV group's blocks.
+    - block_bytes, num_blocks: the size of a block and the number of blocks per group.
+    - lower: the lower tier's blocks per group, [blocks, block_bytes], numbered after the device's.
+
+    Copies up to the device go to the runner's stream, so whatever is given to the stream after them finds the blocks.
+    Copies down go to a stream of their own, and are requested by a single thread.
     """
 
     def __init__(
@@ -35,10 +38,11 @@ class TierCopies:
         self._driver, self._stream = driver, stream
         self._pools, self._block_bytes, self._num_blocks, self._lower = pools, block_bytes, num_blocks, lower
         self._staging = Staging(driver, stream, max(block_bytes), BUFFERS)
-        self._beside: tuple[c_void_p, NDArray[np.uint8]] | None = None  # a stream, and memory for a block
+        # The stream for copies down, and memory for a block; made when first needed.
+        self._beside: tuple[c_void_p, NDArray[np.uint8]] | None = None
 
     def up(self, raised: Sequence[Copies]) -> None:
-        """Copy blocks of the lower tier to the device, of each group."""
+        """Copy blocks of the lower tier to the device, per group."""
         for group, copies in enumerate(raised):
             size, pool, first = self._block_bytes[group], self._pools[group], self._num_blocks[group]
             for source, target in zip(copies.source.tolist(), copies.target.tolist(), strict=True):
@@ -47,7 +51,7 @@ class TierCopies:
                     self._driver.copy_in(pool + target * size, staged.ctypes.data, size, self._stream)
 
     def down(self, group: int, block: int, to: NDArray[np.uint8]) -> None:
-        """Copy a block, which no step under way changes, to memory here, [block_bytes]. Raises InfercError."""
+        """Copy a block that no step in flight changes to host memory, [block_bytes]. Raises InfercError."""
         if self._beside is None:
             self._beside = self._driver.new_stream(), self._driver.allocate_host(max(self._block_bytes))
         (stream, staged), size = self._beside, self._block_bytes[group]
@@ -56,7 +60,7 @@ class TierCopies:
         to[:] = staged[:size]
 
     def close(self) -> None:
-        """Give the memory back; nothing may be under way."""
+        """Free the memory; no copy may be in flight."""
         self._staging.close()
         if self._beside is not None:
             stream, staged = self._beside

@@ -1,4 +1,4 @@
-"""An artifact's weights in a GPU's memory: read from the mapped files by threads, through memory that the device reads itself."""
+"""The copy of an artifact's weights to a GPU: threads read the mapped files into pinned memory for the device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NUM_THREADS = 4
 
 
 def copy_weights(driver: Driver, weights: Any, maps: Any, base: int) -> dict[str, int]:
-    """Copy the tensors of a weight table to `base` and on, in the order of their files; returns their addresses by name.
+    """Copy the tensors of a weight table to `base` and on, in the order of their files; return their addresses by name.
 
-    Returns once all are on the device. Names that share a tensor share its copy.
+    Returns once all tensors are on the device. Names that share a tensor share its copy.
     """
     places: dict[tuple[str, int], tuple[int, int]] = {}  # (file, offset) -> (address, bytes)
     at = base
@@ -67,6 +67,6 @@ def copy_weights(driver: Driver, weights: Any, maps: Any, base: int) -> dict[str
 
 
 def placed_bytes(weights: Any) -> int:
-    """What `copy_weights` fills."""
+    """Return the number of bytes that `copy_weights` fills."""
     sizes = {(weight.file, weight.offset): weight.num_bytes for weight in weights}
     return sum(-(-size // 256) * 256 for size in sizes.values())

@@ -1,1 +1,1 @@
-"""Steps over a dense KV cache, by onnxruntime and TensorRT."""
+"""The runners over a dense KV cache, by onnxruntime and TensorRT."""

@@ -1,4 +1,4 @@
-"""The dense KV cache: a row for each sequence, of every layer that stores K and V of its own."""
+"""The dense KV cache: one row per sequence, in every layer that stores K and V of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class CacheInput:
-    """One of the program's caches: [num_seqs, num_heads, capacity, head_dim], of a dtype by its name."""
+    """One of the program's caches: [num_seqs, num_heads, capacity, head_dim], with a dtype given by its name."""
 
     name: str
     num_heads: int
@@ -30,7 +30,7 @@ class CacheInput:
 
 
 def cache_inputs(artifact: Artifact) -> list[CacheInput]:
-    """The caches among the step's inputs."""
+    """Return the caches among the step's inputs."""
     found = []
     for entry in artifact.program["step"]["inputs"]:
         if len(entry["shape"]) == 4:
@@ -40,26 +40,29 @@ def cache_inputs(artifact: Artifact) -> list[CacheInput]:
 
 
 class Caches(Protocol):
-    """The memory of the program's caches, with a row for each sequence."""
+    """The interface of the memory of a program's caches, with a row for each sequence."""
 
     @property
     def fixed_capacity(self) -> int | None:
-        """Tokens that rows have room for, where that is not to be chosen."""
+        """The number of tokens that a row has room for, if it is fixed; else None."""
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Have as many rows, as long; what lies in both stays, and what is new is 0."""
+        """Resize the caches to this many rows of this capacity.
+
+        What fits both sizes is kept, and new memory is zero.
+        """
 
     def rows(self, first: int, count: int) -> Mapping[str, Any]:
-        """Some rows of every cache, as the model takes them."""
+        """Return some rows of every cache, in the form that the model takes."""
 
     def clear(self, row: int) -> None:
-        """Make it 0."""
+        """Set a row to zero."""
 
     def close(self) -> None: ...
 
 
 class HostCaches:
-    """Arrays, which are made anew when they are too small or too large."""
+    """The caches as numpy arrays, which are reallocated when they are too small or too large."""
 
     fixed_capacity = None
 
@@ -69,7 +72,7 @@ class HostCaches:
 
     def resize(self, rows: int, capacity: int) -> None:
         for each in self._inputs:
-            before = self._arrays.pop(each.name, None)  # so that no more than one is there twice
+            before = self._arrays.pop(each.name, None)  # popped so that at most one cache exists twice at a time
             made = np.zeros((rows, each.num_heads, capacity, each.head_dim), each.dtype)
             if before is not None:
                 both = min(before.shape[2], capacity)

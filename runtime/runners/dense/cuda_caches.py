@@ -1,4 +1,4 @@
-"""The dense KV cache of sequences in a GPU's memory, for runtimes that take addresses."""
+"""The dense KV cache in a GPU's memory, for runtimes that take device addresses."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.runners.cuda.driver import Driver, OutOfMemory
 from inferc.runtime.runners.dense.caches import CacheInput, cache_inputs
 
-ALIGNMENT = 256  # of every row, as TensorRT wants it
-RESERVE_BYTES = 256 << 20  # of the device: for what the runtime takes once it runs
+ALIGNMENT = 256  # bytes; the alignment of every row, which TensorRT requires
+RESERVE_BYTES = 256 << 20  # device memory left for what the runtime allocates while it runs
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a cache on the device, each of `num_bytes`."""
+    """Some rows of a cache on the device, each of `num_bytes`."""
 
     address: int
     num_bytes: int
-    shape: tuple[int, int, int]  # heads, capacity, head_dim
+    shape: tuple[int, int, int]  # (heads, capacity, head_dim)
 
 
 class DeviceCaches:
-    """The caches in the GPU's memory, taken at once: as many rows as sequences can run, as long as they may become."""
+    """The caches in a GPU's memory, allocated once: a row for every sequence that can run, at its largest length."""
 
     def __init__(self, driver: Driver, inputs: Sequence[CacheInput], num_rows: int, capacity: int) -> None:
-        """Raises ConfigError where the device has not as much memory."""
+        """Allocate the caches. Raises ConfigError if the device has too little memory."""
         self._driver, self._inputs, self._num_rows = driver, tuple(inputs), num_rows
         self.fixed_capacity: int | None = capacity
         self._stream = driver.new_stream()
@@ -84,7 +84,7 @@ class DeviceCaches:
 def device_caches(
     artifact: Artifact, config: EngineConfig, groups: Sequence[CacheGroup], driver: Driver, device: str
 ) -> tuple[DeviceCaches, ResolvedEngineConfig]:
-    """As many rows as the config asks for and the free memory holds, and the config with that settled."""
+    """Allocate as many rows as the config asks for and the free memory holds; return them and the resolved config."""
     free, _ = driver.memory_info()
     available = max(free - RESERVE_BYTES, 0)
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, available, device)

@@ -1,4 +1,4 @@
-"""Opens the runners over a dense KV cache: onnxruntime on a CPU or a GPU, and TensorRT."""
+"""The factories of the runners over a dense KV cache: onnxruntime on a CPU or a GPU, and TensorRT."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _opened(runner: DenseRunner, config: ResolvedEngineConfig) -> OpenedRunner:
 
 
 class OnnxRunnerFactory:
-    """For the onnx targets on a CPU."""
+    """The factory of the runner of the onnx targets on a CPU."""
 
     def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
         return frozenset()
@@ -38,7 +38,7 @@ class OnnxRunnerFactory:
 
 @dataclass(frozen=True)
 class GpuRunnerFactory:
-    """For targets whose K and V are in a GPU's memory, which `open_on` is given the driver of."""
+    """The factory for targets with K and V in a GPU's memory; `open_on` opens the runner with the GPU's driver."""
 
     open_on: OpenOnGpu
     waits_for_weights: bool = False
@@ -51,7 +51,7 @@ class GpuRunnerFactory:
             request.weights_checked()
         with ExitStack() as opened:
             driver = Driver()
-            opened.callback(driver.close)  # the runner's from then on
+            opened.callback(driver.close)  # from here on the runner owns the driver
             runner, resolved = self.open_on(request.artifact, request.config, request.groups, driver)
             opened.pop_all()
         return _opened(runner, resolved)
@@ -59,4 +59,4 @@ class GpuRunnerFactory:
 
 ONNX = OnnxRunnerFactory()
 ONNX_CUDA = GpuRunnerFactory(open_onnx_cuda)
-TENSORRT = GpuRunnerFactory(open_tensorrt, waits_for_weights=True)  # which looks into a plan less closely
+TENSORRT = GpuRunnerFactory(open_tensorrt, waits_for_weights=True)  # TensorRT checks a plan less closely

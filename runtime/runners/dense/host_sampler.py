@@ -1,4 +1,4 @@
-"""Sampling with numpy, for runners whose steps end with logits: what the compiled sampler does, token for token."""
+"""The sampler in numpy, for runners whose steps end with logits: it chooses the same tokens as the compiled sampler."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from inferc.runtime.step.plan import F32, F64, I32, Logprobs, SampleRows, StepPl
 
 
 class HostSampler:
-    """Chooses ids from logits, and keeps what outlives a step: each slot's last id, and what its penalties count."""
+    """A sampler that chooses ids from logits, and keeps each slot's last id and penalty counts between steps."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._last = np.zeros(num_slots, np.int32)
-        self._in_prompt: dict[int, NDArray[np.bool_]] = {}  # by slot, of sequences with penalties
+        self._in_prompt: dict[int, NDArray[np.bool_]] = {}  # key: the slot of a sequence with penalties
         self._num_output: dict[int, I32] = {}
         self._nothing = np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.int32)
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
-        """As Runner.reset_slot."""
+        """Assign `slot` to a new sequence, like Runner.reset_slot."""
         self._in_prompt.pop(slot, None)
         self._num_output.pop(slot, None)
         if prompt_ids is None:
@@ -31,13 +31,13 @@ class HostSampler:
             np.add.at(self._num_output[slot], output_ids, 1)
 
     def token_ids(self, plan: StepPlan) -> I32:
-        """The step's ids, with those that the step before chose."""
+        """Return the step's token ids, with the late ids that the previous step sampled filled in."""
         token_ids = plan.token_ids.copy()
         token_ids[plan.late_rows] = self._last[plan.late_slots]
         return token_ids
 
     def sample(self, plan: StepPlan, logits: F32) -> StepResult:
-        """One id for each row of logits [S, vocab_size]."""
+        """Choose one id for each row of logits [S, vocab_size]."""
         rows = plan.sample
         ids = logits.argmax(1).astype(np.int32)
         failed = ~np.isfinite(logits[np.arange(len(ids)), ids]) if len(ids) else np.zeros(0, np.bool_)
@@ -59,7 +59,7 @@ class HostSampler:
 
 
 def _is_plain(rows: SampleRows) -> NDArray[np.bool_]:
-    """Of which rows the likeliest token is taken, as it is."""
+    """Return for which rows the most likely token is taken without any processing of the logits."""
     plain: NDArray[np.bool_] = (rows.temperature == 0.0) & (rows.repetition_penalty == 1.0)
     plain &= (rows.presence_penalty == 0.0) & (rows.frequency_penalty == 0.0)
     for lists in (rows.logit_bias, rows.allowed, rows.banned):
@@ -71,7 +71,10 @@ def _is_plain(rows: SampleRows) -> NDArray[np.bool_]:
 def sample_row(
     rows: SampleRows, row: int, logits: F32, in_prompt: NDArray[np.bool_], num_output: I32
 ) -> tuple[int, bool]:
-    """The id chosen for one row of logits [vocab_size], as the compiled sampler chooses it, and whether there is none to choose."""
+    """Return the id chosen for one row of logits [vocab_size], and whether no token could be chosen.
+
+    The choice is that of the compiled sampler.
+    """
     x = _processed(rows, row, logits, in_prompt, num_output)
     temperature, best = float(rows.temperature[row]), int(x.argmax())
     if temperature == 0.0 or not np.isfinite(x[best]):
@@ -84,7 +87,7 @@ def sample_row(
 
 
 def _processed(rows: SampleRows, row: int, logits: F32, in_prompt: NDArray[np.bool_], num_output: I32) -> F32:
-    """Logits after penalties, bias and masks."""
+    """Return the logits after penalties, bias and masks."""
     x = logits.copy()
     repetition = float(rows.repetition_penalty[row])
     seen = in_prompt | (num_output > 0)
@@ -104,7 +107,7 @@ def _processed(rows: SampleRows, row: int, logits: F32, in_prompt: NDArray[np.bo
 
 
 def _kept(x: F32, p: F64, top_k: int, top_p: float, min_p: float) -> NDArray[np.bool_]:
-    """Which tokens may be drawn: top-k (equal ones at its edge included), then top-p of their mass, then min-p."""
+    """Return which tokens may be drawn: top-k (ties at its edge included), then top-p of their mass, then min-p."""
     kept = p > 0
     if 0 < top_k < len(p):
         kept &= x >= np.partition(x, -top_k)[-top_k]
@@ -119,7 +122,7 @@ def _kept(x: F32, p: F64, top_k: int, top_p: float, min_p: float) -> NDArray[np.
 
 
 def uniform(seed: int, counter: int) -> float:
-    """Uniform in [0, 1) from Philox 4x32-10 at (seed, counter). Source: Salmon et al. 2011."""
+    """Return a number uniform in [0, 1) from Philox 4x32-10 at (seed, counter). Source: Salmon et al. 2011."""
     low = 0xFFFFFFFF
     keys = [seed & low, seed >> 32 & low]
     words = [counter & low, counter >> 32 & low, 0, 0]

@@ -1,4 +1,4 @@
-"""An artifact's ONNX model in onnxruntime: numpy arrays in, numpy arrays out, K and V in place."""
+"""The execution of an artifact's ONNX model by onnxruntime: numpy arrays in and out, K and V updated in place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of the CPU and of a GPU: onnxruntime's names of what runs ops, and of where memory is.
+# onnxruntime's names of the execution provider and of the memory device, for the CPU and for a GPU.
 CPU, CUDA = ("CPUExecutionProvider", "cpu"), ("CUDAExecutionProvider", "cuda")
 PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 Array = NDArray[Any]
@@ -34,17 +34,19 @@ INSTALL = {CPU[0]: "inferc[onnx]", CUDA[0]: "inferc[onnx-gpu]"}
 SESSION = {
     "session.force_spinning_stop": "1",  # threads wait actively within a call, and sleep between calls
 }
-# Without these, x86's products of unsigned rows and signed weights saturate in pairs. onnxruntime then makes the weights
-# unsigned too if it is asked to; its kernels for those are several times as slow for many rows where it is not needed.
+# Without these features, x86's products of unsigned activations and signed weights saturate when pairs are added.
+# With EXACT, onnxruntime then makes the weights unsigned too. Its kernels for those are several times slower for many
+# rows, so EXACT is set only where it is needed.
 VNNI = frozenset({"avx512_vnni", "avx_vnni"})
 EXACT = {"session.x64quantprecision": "1"}
-OLDEST = (1, 25)  # onnxruntime that has TensorScatter, and so all of opset 24 that is used
+OLDEST = (1, 25)  # the first onnxruntime with TensorScatter, and so with every op of opset 24 in use
 
 
 class OnnxModel:
-    """A session of the model. device: onnxruntime's name of where the caches are; provider: of what runs the ops.
+    """A session of the model.
 
-    driver: of the GPU whose memory they are in, which is closed with the session.
+    device: onnxruntime's name of the device that holds the caches; provider: its execution provider; driver: the driver
+    of the GPU that holds the caches, which is closed with the session.
     """
 
     def __init__(
@@ -55,24 +57,24 @@ class OnnxModel:
         device: str = CPU[1],
         driver: Driver | None = None,
     ) -> None:
-        """Raises ConfigError where onnxruntime, or the provider, is missing."""
+        """Open the session. Raises ConfigError if onnxruntime or the provider is missing."""
         ort = _onnxruntime(provider)
         options = ort.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.log_severity_level = 3
-        # The model comes as the bytes that were checked; the weights that it names lie in the artifact's folder.
+        # The model is passed as the verified bytes; the weights that it names lie in the artifact's folder.
         weights = {"session.model_external_initializers_file_folder_path": str(artifact.path)}
         for name, value in (SESSION | session_for(cpu_features()) | weights).items():
             options.add_session_config_entry(name, value)
-        providers = list(dict.fromkeys((provider, CPU[0])))  # the latter for what has no kernel, of shapes first of all
+        providers = list(dict.fromkeys((provider, CPU[0])))  # the CPU for ops without a GPU kernel, mostly on shapes
         try:
             self._session: Any = ort.InferenceSession(artifact.read(ONNX_MODEL), options, providers=providers)
         except Exception as error:  # noqa: BLE001  (onnxruntime's own kinds, which it does not export by name)
             raise InfercError(f"onnxruntime does not take {artifact.path / ONNX_MODEL}: {_first_line(error)}") from None
         if (found := self._session.get_providers()[0]) != provider:
             raise ConfigError(
-                f"onnxruntime {ort.__version__} could not start {provider}, and would run on {found}: CUDA's libraries or"
-                " cuDNN are missing; pip install 'onnxruntime-gpu[cuda,cudnn]'"
+                f"onnxruntime {ort.__version__} could not start {provider}, and would run on {found}: CUDA's libraries"
+                " or cuDNN are missing; pip install 'onnxruntime-gpu[cuda,cudnn]'"
             )
         self.name = f"onnxruntime {ort.__version__} ({provider.removesuffix('ExecutionProvider')})"
         self._device, self._driver = device, driver
@@ -81,8 +83,9 @@ class OnnxModel:
         self._vocab_size = int(logits.shape[1])
         types = {each.name: _dtype_of(each.type) for each in self._session.get_inputs() if len(each.shape) == 4}
         self._cache_types = types
-        self._binding = self._session.io_binding()  # kept: to bind all K and V anew took 0.2 ms of a step of six layers
-        self._bound: dict[str, tuple[Any, ...]] = {}  # where each cache is
+        # Kept between calls: binding all K and V anew took 0.2 ms per step of a model of six layers.
+        self._binding = self._session.io_binding()
+        self._bound: dict[str, tuple[Any, ...]] = {}  # the memory that each cache is bound to
 
     def __call__(self, inputs: Mapping[str, Array], caches: Mapping[str, Array | Rows]) -> tuple[Array, F32]:
         binding = self._binding
@@ -94,7 +97,7 @@ class OnnxModel:
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in (("hidden", hidden), ("logits", logits)):
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        for name, cache in caches.items():  # the same memory: what is written is written in place
+        for name, cache in caches.items():  # input and output are the same memory, so the cache is written in place
             if isinstance(cache, np.ndarray):
                 shape, address = cache.shape, cache.ctypes.data
             else:
@@ -109,7 +112,7 @@ class OnnxModel:
         return hidden, logits
 
     def release(self) -> None:
-        """Give all back but the driver."""
+        """Free everything except the driver."""
         self._session = self._binding = None
 
     def close(self) -> None:
@@ -119,12 +122,12 @@ class OnnxModel:
 
 
 def session_for(features: frozenset[str]) -> dict[str, str]:
-    """What a session is told where the processor has these features, so that integers are summed exactly."""
+    """Return the session options for a processor with these features, which make integer sums exact."""
     return EXACT if "avx2" in features and not features & VNNI else {}
 
 
 def open_onnx(artifact: Artifact, config: ResolvedEngineConfig) -> DenseRunner:
-    """A runner of an artifact for the `onnx` target on the CPU."""
+    """Open a runner of an artifact for the `onnx` target on the CPU."""
     model = OnnxModel(artifact, config.num_threads)
     caches = HostCaches(cache_inputs(artifact))
     return DenseRunner(model, caches, config, artifact.max_model_len, int(artifact.model["vocab_size"]))
@@ -133,15 +136,18 @@ def open_onnx(artifact: Artifact, config: ResolvedEngineConfig) -> DenseRunner:
 def open_onnx_cuda(
     artifact: Artifact, config: EngineConfig, groups: Sequence[CacheGroup], driver: Driver
 ) -> tuple[DenseRunner, ResolvedEngineConfig]:
-    """The same on a GPU, in whose memory K and V are; the driver is its own once it is made."""
+    """Open a runner of an artifact for the `onnx` target on a GPU, whose memory holds K and V.
+
+    The runner owns the driver once it is made.
+    """
     from inferc.runtime.runners.dense.cuda_caches import device_caches
 
     threads = available_cores() if config.num_threads == "auto" else config.num_threads
-    model = OnnxModel(artifact, threads, *CUDA, driver)  # first: what its weights take is not K's and V's
+    model = OnnxModel(artifact, threads, *CUDA, driver)  # first, so the caches get what the weights leave
     try:
         caches, resolved = device_caches(artifact, config, groups, driver, "onnx")
     except BaseException:
-        model.release()  # before the driver, which is the caller's until then
+        model.release()  # the caller still owns the driver and closes it afterwards
         raise
     vocab_size = int(artifact.model["vocab_size"])
     return DenseRunner(model, caches, resolved, artifact.max_model_len, vocab_size), resolved
@@ -151,8 +157,8 @@ def _onnxruntime(provider: str) -> Any:
     both = [name for name in PACKAGES if _is_installed(name)]
     if len(both) == 2:
         raise ConfigError(
-            "onnxruntime and onnxruntime-gpu are both installed, and overwrite one another's files: uninstall both, then"
-            " install one (`pip install 'inferc[onnx]'` or `'inferc[onnx-gpu]'`)"
+            "onnxruntime and onnxruntime-gpu are both installed, and overwrite one another's files: uninstall both,"
+            " then install one (`pip install 'inferc[onnx]'` or `'inferc[onnx-gpu]'`)"
         )
     try:
         import onnxruntime

@@ -1,11 +1,13 @@
-"""Steps over a dense KV cache, for runtimes that take sequences of equally many tokens and know no block tables.
+"""The runner over a dense KV cache, for runtimes without block tables.
 
-A sequence's K and V lie in the row of its slot. A step becomes calls: one for each sequence that brings several tokens, one for
-those that bring one each, over the rows from the first of them to the last. Rows in between that have no part in it get a token
-whose K and V lie behind their own, where the next one of theirs will.
+A call of such a runtime takes equally many tokens of each sequence. A sequence's K and V lie in the cache row of its
+slot. A step becomes several calls: one for each sequence with several new tokens, and one for all sequences with a
+single new token, over a contiguous range of rows. Rows within the range that take no part in the call get a dummy
+token, whose K and V are written just after their own tokens, where their next token will overwrite them.
 
-The rows have room for `capacity` tokens, a power of two where it may be chosen: more when a sequence needs it, less once a quarter
-is enough. Runtimes attend to all of a row and mask what is not there, so room costs time.
+The rows have room for `capacity` tokens, a power of two where it can be chosen. It grows when a sequence needs more,
+and shrinks when a quarter of it is enough. These runtimes attend to the whole row and mask its unused part, so unused
+capacity costs time.
 """
 
 from __future__ import annotations
@@ -30,23 +32,26 @@ Array = NDArray[Any]
 
 
 class DenseModel(Protocol):
-    """What runs the calls. Caches are written in place."""
+    """The interface of a model that runs the calls and writes the caches in place."""
 
     @property
     def name(self) -> str: ...
 
     def __call__(self, inputs: Mapping[str, Array], caches: Mapping[str, Any]) -> tuple[Array, F32]:
-        """(hidden [rows, hidden_size], logits float32 [rows, vocab_size]). caches: what `Caches.rows` gives."""
+        """Run a call and return (hidden [rows, hidden_size], logits float32 [rows, vocab_size]).
+
+        caches: what `Caches.rows` returns.
+        """
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Call:
-    """Some of a step's sequences: where they lie, and which of the step's tokens they bring.
+    """One call for some of a step's sequences: their cache rows, and their tokens of the step.
 
-    first, count: rows of the cache; starts [count]: tokens each row has; tokens [count * new]: indices into the step's
-    tokens, or -1 for the token of a row that has no part in it.
+    first, count: the range of cache rows; starts [count]: the tokens that each row holds already; tokens [count * new]:
+    indices into the step's tokens, or -1 for the dummy token of a row that takes no part.
     """
 
     first: int
@@ -56,7 +61,7 @@ class Call:
 
 
 class DenseRunner:
-    """A runner of a dense program. Steps run in a thread of their own, in the order of `submit`."""
+    """A runner of a dense program, whose steps run in a thread of their own, in the order of `submit`."""
 
     def __init__(
         self,
@@ -69,27 +74,28 @@ class DenseRunner:
         self._model, self._caches, self._max_model_len = model, caches, max_model_len
         self.vocab_size = vocab_size
         self._free_slots: Sequence[int] = ()
-        self._watch: Callable[[F32], None] | None = None  # gets the logits of what is scored
+        self._watch: Callable[[F32], None] | None = None  # receives the logits of steps that score
         self._sampler = HostSampler(config.max_num_seqs, vocab_size)
-        self._lengths = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot's sequence, once all is run
-        self._capacity = 0  # that the caches will have, once all is run
+        # Per slot, the number of its sequence's tokens after all submitted steps.
+        self._lengths = np.zeros(config.max_num_seqs, np.int64)
+        self._capacity = 0  # the capacity of the caches after all submitted steps
         self._num_rows = 0
-        # Slots in which a NaN may lie, which would reach the next sequence: what is masked is multiplied by 0. They are
-        # those whose last rows were not finite, or were not asked for.
+        # Slots whose rows may hold a NaN. A NaN would reach the slot's next sequence, because masked values are
+        # multiplied by 0. They are the slots whose last hidden rows were not finite, or were not requested.
         self._unknown = np.zeros(config.max_num_seqs, np.bool_)
         self._worker = StepWorker()
 
     @property
     def name(self) -> str:
-        """Of what runs the model, for people."""
+        """The name of what runs the model, for people."""
         return self._model.name
 
     def share_free_slots(self, free_slots: Sequence[int]) -> None:
-        """Take the scheduler's list of slots that no sequence has: what lies in the rows of others has to be kept."""
+        """Take the scheduler's list of slots that no sequence uses; the rows of all other slots must be kept."""
         self._free_slots = free_slots
 
     def watch_logits(self, sink: Callable[[F32], None] | None) -> None:
-        """Give `sink` the logits float32 [rows, vocab_size] of every step that scores; None ends it."""
+        """Pass `sink` the float32 logits [rows, vocab_size] of every step that scores; None stops it."""
         self._watch = sink
 
     # ------------------------------------------------------------------------------------------ steps
@@ -117,7 +123,7 @@ class DenseRunner:
         return hidden.astype(np.float32)
 
     def rows_of(self, plan: StepPlan) -> tuple[Array, F32]:
-        """(hidden, logits) of the plan's logits rows; runs the step."""
+        """Run the step and return (hidden, logits) of the plan's logits rows."""
         calls, resize = self._prepare(plan)
         return self._worker.call(lambda: self._rows(plan, calls, resize))  # type: ignore[no-any-return]
 
@@ -135,13 +141,14 @@ class DenseRunner:
     # ------------------------------------------------------------------------------------- where things lie
 
     def _prepare(self, plan: StepPlan) -> tuple[list[Call], tuple[int, int] | None]:
-        """The step's calls, and the rows and the capacity that the caches are to have first, if others."""
+        """Return the step's calls, and the (rows, capacity) that the caches must be resized to first, or None."""
         self._lengths[list(self._free_slots)] = 0
         self._lengths[plan.seq_slots] = plan.seq_lens
         calls = calls_of(plan, self._lengths, self._max_model_len)
         rows, capacity = self._num_rows, self._capacity
         rows = max(rows, int(plan.seq_slots.max()) + 1)
-        # One more, for the token of a row that has no part in a call; a sequence that can grow no more will not read it.
+        # One more, for the dummy token of a row that takes no part in a call. A sequence at its maximum length has no
+        # room for one; its last token may be overwritten, since it is not read again.
         needed = min(int(self._lengths.max()) + 1, self._max_model_len)
         if (fixed := self._caches.fixed_capacity) is not None:
             capacity = fixed
@@ -159,19 +166,19 @@ class DenseRunner:
         return self._sampler.sample(plan, logits)
 
     def _clear_rows(self, plan: StepPlan) -> None:
-        """Of sequences that begin, the rows in which a NaN may lie."""
+        """Clear the rows of sequences that begin, if they may hold a NaN."""
         begin = plan.seq_slots[plan.seq_lens == np.diff(plan.query_start_loc)]
         for slot in begin[self._unknown[begin]].tolist():
             self._caches.clear(slot)
             self._unknown[slot] = False
 
     def _note_rows(self, plan: StepPlan, hidden: Array) -> None:
-        """A row that is finite has seen no NaN in its sequence."""
+        """Note which slots may hold a NaN: a finite hidden row shows that its sequence has none."""
         slots = plan.seq_slots[np.searchsorted(plan.query_start_loc, plan.logits_rows, side="right") - 1]
         is_finite = np.isfinite(hidden).all(1)
         self._unknown[plan.seq_slots] = True
         self._unknown[slots[is_finite]] = False
-        self._unknown[slots[~is_finite]] = True  # of a scored sequence some rows may be, and others not
+        self._unknown[slots[~is_finite]] = True  # a scored sequence may have finite and other rows
 
     def _rows(self, plan: StepPlan, calls: list[Call], resize: tuple[int, int] | None) -> tuple[Array, F32]:
         if resize is not None:
@@ -183,7 +190,7 @@ class DenseRunner:
             inputs, rows = call_inputs(plan, call, token_ids)
             hidden, logits = self._model(inputs, self._caches.rows(call.first, call.count))
             found.append((rows, hidden, logits))
-        if len(found) == 1:  # in the step's order already
+        if len(found) == 1:  # it is in the step's order already
             _, hidden_rows, logits_rows = found[0]
         else:
             order = np.argsort(np.concatenate([rows for rows, _, _ in found]), kind="stable")
@@ -194,7 +201,7 @@ class DenseRunner:
 
 
 def calls_of(plan: StepPlan, lengths: I64, max_model_len: int) -> list[Call]:
-    """The calls of a step. lengths [num_slots]: tokens of each slot's sequence behind it."""
+    """Return the calls of a step. lengths [num_slots]: the tokens of each slot's sequence after the step."""
     new = np.diff(plan.query_start_loc)
     calls = []
     for seq in np.flatnonzero(new > 1).tolist():
@@ -215,9 +222,9 @@ def calls_of(plan: StepPlan, lengths: I64, max_model_len: int) -> list[Call]:
 
 
 def _runs(seqs: I64, slots: I64) -> list[I64]:
-    """Sequences in rising slots, parted where more rows would lie idle between than have a part."""
+    """Split sequences in rising order of slots into runs, wherever more rows would idle in between than take part."""
     runs: list[list[int]] = []
-    first = 0  # slot of the run that grows
+    first = 0  # the first slot of the current run
     for seq, slot in zip(seqs.tolist(), slots.tolist(), strict=True):
         if runs and slot - first + 1 <= 2 * (len(runs[-1]) + 1):
             runs[-1].append(seq)
@@ -228,7 +235,7 @@ def _runs(seqs: I64, slots: I64) -> list[I64]:
 
 
 def call_inputs(plan: StepPlan, call: Call, token_ids: I32) -> tuple[dict[str, Array], I64]:
-    """A call's inputs by name, and the places of its logits rows among the step's."""
+    """Return a call's inputs by name, and the positions of its logits rows among the step's."""
     num_new = len(call.tokens) // call.count
     is_own = call.tokens >= 0
     place = np.full(plan.num_tokens, -1, np.int64)

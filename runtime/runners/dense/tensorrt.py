@@ -1,7 +1,7 @@
-"""An artifact's TensorRT plan on a GPU: numpy arrays in, numpy arrays out, K and V in place on the device. No torch.
+"""The execution of an artifact's TensorRT plan on a GPU: numpy arrays in and out, K and V in place on the device.
 
-A plan takes calls within its profiles; what is larger is cut here: sequences apart, or a prompt into pieces, each of which finds the
-K and V of those before it in the cache.
+It needs no torch. A plan takes calls within its profiles. Larger calls are cut here: into groups of sequences, or a
+prompt into pieces, each of which finds the K and V of the pieces before it in the cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Profile:
-    """The most of a call that the plan takes in one of its profiles."""
+    """The largest call that the plan takes in one of its profiles."""
 
     max_num_seqs: int
     max_num_tokens: int
@@ -52,7 +52,11 @@ class Profile:
 
 @dataclass(frozen=True)
 class Piece:
-    """A call that fits a profile. first: its first sequence among the caller's; places: which of the rows asked for it gives."""
+    """A part of a call that fits a profile.
+
+    first: the index of its first sequence in the whole call; places: the indices of the requested rows that it
+    computes.
+    """
 
     profile: int
     first: int
@@ -61,7 +65,10 @@ class Piece:
 
 
 def pieces_of(inputs: Mapping[str, Array], decode: Profile, prefill: Profile) -> list[Piece]:
-    """A call's inputs as calls that fit: profile 0 is `decode`, of one token a sequence, 1 is `prefill`, of one sequence."""
+    """Split a call's inputs into pieces that fit the profiles.
+
+    Profile 0 is `decode`, with one token per sequence; profile 1 is `prefill`, with one sequence.
+    """
     num_seqs, num_tokens = len(inputs["starts"]), len(inputs["token_ids"])
     rows = inputs["logits_rows"].astype(np.int64)
     if num_tokens == num_seqs:
@@ -83,7 +90,7 @@ def pieces_of(inputs: Mapping[str, Array], decode: Profile, prefill: Profile) ->
 def _piece(
     profile: int, inputs: Mapping[str, Array], rows: Array, start: int, end: int, first: int, last: int
 ) -> Piece:
-    """Tokens [start, end) of sequences [first, last)."""
+    """Return the piece with tokens [start, end) of sequences [first, last)."""
     places = np.flatnonzero((rows >= start) & (rows < end))
     positions = inputs["positions"][start:end]
     num_new = (end - start) // (last - first)
@@ -92,14 +99,14 @@ def _piece(
         "positions": positions,
         "starts": positions[::num_new],
         "seq_lens": positions[num_new - 1 :: num_new] + 1,
-        # A plan gives one row at least; one that nobody asked for is left where it is.
+        # A plan computes at least one row; if none was requested, its result is ignored.
         "logits_rows": rows[places] - start if len(places) else np.zeros(1, np.int64),
     }
     return Piece(profile, first, own, places)
 
 
 class TensorRTModel:
-    """The engine of a plan, with a context for each of its profiles, which share their memory: one runs at a time."""
+    """The engine of a plan, with one context per profile; the contexts share memory, since one runs at a time."""
 
     def __init__(
         self,
@@ -112,7 +119,10 @@ class TensorRTModel:
         vocab_size: int,
         driver: Driver,
     ) -> None:
-        """plan: its bytes; where: its name, for people. Raises ArtifactError for one that TensorRT does not take."""
+        """Open the plan. Raises ArtifactError if TensorRT refuses it.
+
+        plan: its bytes; where: its name, for people.
+        """
         self.name = f"{library.title} on {driver.name}"
         self._library, self._driver = library, driver
         self._decode, self._prefill = profiles
@@ -151,14 +161,14 @@ class TensorRTModel:
         self._engine = None
 
     def _allocate(self, outputs: Mapping[str, int]) -> None:
-        """Memory for the inputs and outputs of the largest calls, here and on the device."""
+        """Allocate memory for the inputs and outputs of the largest calls, on the host and on the device."""
         both = (self._decode, self._prefill)
         most = {
             TOKENS: max(each.max_num_tokens for each in both),
             SEQS: max(each.max_num_seqs for each in both),
             ROWS: max(each.max_num_rows for each in both),
         }
-        self._places: dict[str, tuple[int, Array]] = {}  # address on the device, memory here
+        self._places: dict[str, tuple[int, Array]] = {}  # (address on the device, memory on the host)
         for name, (axis, dtype) in INPUTS.items():
             self._places[name] = self._pair((most[axis],), dtype)
         for name, size in outputs.items():
@@ -176,7 +186,8 @@ class TensorRTModel:
             address = self._driver.allocate(num_bytes)
         except OutOfMemory:
             raise ConfigError(
-                f"{self._driver.name} has no {num_bytes} bytes left, which a step of this model takes beside its weights"
+                f"{self._driver.name} has no {num_bytes} bytes left, which a step of this model takes beside its"
+                " weights"
             ) from None
         self._closing.append(lambda: self._driver.free(address))
         return address
@@ -189,7 +200,7 @@ class TensorRTModel:
             try:
                 self._run(piece, caches)
             except BaseException:
-                self._driver.wait(self._stream)  # which may still copy from memory that the next step writes
+                self._driver.wait(self._stream)  # it may still copy from memory that the next step writes
                 raise
             for result, name in zip(results, self._outputs, strict=True):
                 result[piece.places] = self._places[name][1][: len(piece.places)]
@@ -197,7 +208,7 @@ class TensorRTModel:
         return hidden, logits
 
     def _run(self, piece: Piece, caches: Mapping[str, Rows]) -> None:
-        """Leaves the results in the memory here."""
+        """Run a piece and leave the results in the host memory."""
         driver, context, stream = self._driver, self._contexts[piece.profile], self._stream
         count = len(piece.inputs["starts"])
         with self._library.checked("TensorRT failed a step", InfercError) as checked:
@@ -226,7 +237,7 @@ class TensorRTModel:
         self._driver.close()
 
     def release(self) -> None:
-        """Give all back but the driver."""
+        """Free everything except the driver."""
         while self._closing:
             self._closing.pop()()
 
@@ -237,9 +248,9 @@ class TensorRTModel:
 def open_tensorrt(
     artifact: Artifact, config: EngineConfig, groups: Sequence[CacheGroup], driver: Driver
 ) -> tuple[DenseRunner, ResolvedEngineConfig]:
-    """A runner of an artifact for the `tensorrt` target; the driver is its own once it is made.
+    """Open a runner of an artifact for the `tensorrt` target; it owns the driver once it is made.
 
-    Raises ConfigError, UnsupportedError or ArtifactError where the plan is of another package, version or chip.
+    Raises ConfigError, UnsupportedError or ArtifactError if the plan is of another package, version or chip.
     """
     facts = artifact.manifest["tensorrt"]
     where = str(artifact.path / TENSORRT_PLAN)

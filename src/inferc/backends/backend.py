@@ -1,6 +1,6 @@
-"""The contract of a backend: what a target is while a model is compiled for it.
+"""The contract of a backend, which compiles a model for one target.
 
-A row of `inferc.targets.TARGETS` names each target's. Nothing else that compiles knows a target's name.
+A row of `inferc.targets.TARGETS` names each target's backend. No other part of the compiler knows a target's name.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from inferc.passes.lower.plan_memory import NO_PLAN, MemoryPlan
 from inferc.passes.pipeline import Pass
 from inferc.targets import Target
 
-Progress = Callable[[str, int, int], None]  # (what is being done, how much of it is, of how much)
-CANONICAL = {"kv_layout": {"order": "canonical"}}  # of targets that lay K and V out by themselves
+Progress = Callable[[str, int, int], None]  # called with (stage, amount done, amount in total)
+CANONICAL = {"kv_layout": {"order": "canonical"}}  # the fields of program.json if the runtime itself lays out K and V
 
 
 @dataclass
 class Output:
-    """What a backend is told of the compile that it writes for.
+    """The facts of a compile that a backend gets to write its part.
 
-    folder: where the artifact comes to be; num_ranks: for how many programs `write` is called; for_here: whether nothing but this
-    machine will run it, so that code for others need not be made.
+    folder: where the artifact is written; num_ranks: for how many programs `write` is called; for_here: whether only
+    this machine will run it, so that code for others need not be made.
     """
 
     writer: ArtifactWriter
@@ -43,11 +43,11 @@ class Output:
 
 @dataclass(frozen=True)
 class Written:
-    """What a backend wrote for one rank, as the manifest and program.json say it.
+    """The result of a backend's `write` for one rank, as the manifest and program.json record it.
 
-    plan: where values lie in the arena; arena: its size as a formula; fields: of program.json; libraries, cubins: files by
-    instruction set and by chip; kernels: rows of the kernel table beside those of the graph; facts: what the manifest says of
-    engines.
+    plan: where values lie in the arena; arena: its size as a formula; fields: those added to program.json; libraries,
+    cubins: files by instruction set and by chip; kernels: rows of the kernel table besides those of the graph; facts:
+    what the manifest says of TensorRT engines.
     """
 
     plan: MemoryPlan = NO_PLAN
@@ -60,30 +60,33 @@ class Written:
 
 
 class Backend(Protocol):
-    """One target's side of a compile. An instance is made for each compile and may keep what its ranks share."""
+    """The part of a compile that depends on the target.
+
+    An instance is made for each compile and may keep what its ranks share.
+    """
 
     code: ClassVar[str]
-    """What its kernels are written in: `backend` of their rows."""
+    """The language of its kernels, the value of `backend` in their rows."""
     kernels: ClassVar[tuple[Kernel, ...]]
-    """Its kernel table, best first."""
+    """The kernel table, best first."""
 
     def __init__(self, target: Target) -> None: ...
 
     def check_machine(self) -> None:
-        """Raise ConfigError for what this machine lacks to compile for the target, beside the row's packages."""
+        """Raise ConfigError for what this machine lacks to compile for the target, besides the packages of its row."""
 
     def pipeline(self, config: LowerConfig) -> tuple[Pass, ...]:
-        """The passes from a captured program to one that this backend writes, in running order."""
+        """Return the passes, in running order, that turn a captured program into one that this backend writes."""
 
     def try_write(self, program: Program, config: LowerConfig) -> None:
-        """Raise what `write` would refuse of a lowered program, as far as that is cheap to tell; writes nothing."""
+        """Raise what `write` would refuse of a lowered program, as far as that is cheap to tell, and write nothing."""
 
     def write(self, rank: RankProgram, output: Output) -> Written:
-        """Write the code of a lowered program into the artifact, whose weights are written."""
+        """Write the code of a lowered program into the artifact, whose weights are already written."""
 
 
 def open_backend(target: Target) -> Backend:
-    """The backend of a target, for which this machine can compile.
+    """Return the backend of a target after checking that this machine can compile for it.
 
     Raises ConfigError for a package or a tool that is missing, UnsupportedError for a chip that it cannot compile for.
     """

@@ -1,4 +1,4 @@
-"""The cpu target: the step in C++, compiled once for each instruction set."""
+"""The backend of the cpu target: the step in C++, compiled once for each instruction set."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from inferc.targets import Target
 
 
 class CpuBackend:
-    """Writes a library for each instruction set, and the C++ that it was compiled from."""
+    """A backend that writes a library for each instruction set, and the C++ that it was compiled from."""
 
     code = "cpp"
     kernels = KERNELS
 
     def __init__(self, target: Target) -> None:
         self._isas = cpp_build.target_isas()
-        self._libraries: dict[str, dict[str, str]] = {}  # by their source: ranks whose step is the same text share them
+        self._libraries: dict[str, dict[str, str]] = {}  # by source text: ranks whose step is equal share libraries
 
     def check_machine(self) -> None:
         cpp_build.check_machine()
@@ -43,7 +43,7 @@ class CpuBackend:
         return Written(plan, unit.arena, unit.program_json_fields, libraries)
 
     def _write_libraries(self, unit: CppUnit, label: str, output: Output) -> dict[str, str]:
-        """Compile the step for each instruction set; returns the library files by ISA, best first."""
+        """Compile the step for each instruction set; return the library files by ISA, best first."""
         if unit.source in self._libraries:
             return self._libraries[unit.source]
         output.report("compile kernels", len(self._libraries), output.num_ranks)

@@ -1,4 +1,4 @@
-"""The cuda target: the step as launches of Triton kernels, compiled ahead of time for each chip."""
+"""The backend of the cuda target: the step as launches of Triton kernels, compiled ahead of time for each chip."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CudaBackend:
-    """Writes cubins and launch records for each chip that is named, and PTX for those to come."""
+    """A backend that writes cubins and launch records for each named chip, and PTX for chips to come."""
 
     code = "triton"
     kernels = KERNELS
@@ -34,7 +34,7 @@ class CudaBackend:
 
     def pipeline(self, config: LowerConfig) -> tuple[Pass, ...]:
         of_int8 = (fuse_linear_silu_mul_int8,) if config.quantize == "int8" else ()
-        # Its kernel of q, k and v writes no int8 cache.
+        # The fused kernel of the q, k and v projection cannot write an int8 cache.
         return paged_pipeline(config, gated=(fuse_linear_silu_mul, *of_int8), fuses_qkv=config.kv_dtype != "int8")
 
     def try_write(self, program: Program, config: LowerConfig) -> None:
@@ -45,20 +45,20 @@ class CudaBackend:
 
 
 def try_step(program: Program, config: LowerConfig) -> None:
-    """Raise what emitting a step would refuse, where Triton is installed: without it a model can still be explained."""
+    """Raise what emitting a step would refuse, where Triton is installed; without it a model can still be explained."""
     if importlib.util.find_spec("triton") is not None:
         emit_step(program, memory_plan(program), config)
 
 
 def emit_step(program: Program, plan: MemoryPlan, config: LowerConfig) -> CudaStep:
-    """The launches of a lowered program, and the kernels that they name."""
-    from inferc.codegen.triton.emit import emit  # and Triton, which no other target needs
+    """Return the launches of a lowered program, and the kernels that they name."""
+    from inferc.codegen.triton.emit import emit  # imports Triton, which only GPU targets need
 
     return emit(program, plan.values, config.kernels)
 
 
 def write_step(program: Program, target: Target, output: Output, *, with_ptx: bool) -> Written:
-    """Compile a step's kernels for each chip of the target, and write them and what they were compiled from."""
+    """Compile a step's kernels for each chip of the target; write them and their sources."""
     from inferc.codegen.triton.code import write_code, write_sources
 
     plan = memory_plan(program)

@@ -1,4 +1,4 @@
-"""Lowering: from a captured program to one whose every node has a kernel, by the pipeline of its target."""
+"""The lowering of a captured program to one whose every node has a kernel, by the pipeline of its target."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from inferc.targets import Target
 
 @dataclass(frozen=True)
 class LowerConfig:
-    """What the passes need to know: the target, the tokens of a KV cache block, the passes of the user, the scheme of
-    quantization (a key of SCHEMES), the KV cache's dtype ("int8", anything else is the model's).
+    """The settings that the passes need.
+
+    block_size: the tokens of a KV cache block; passes: those of the user; quantize: the quantization scheme (a key of
+    SCHEMES); kv_dtype: the dtype of the KV cache ("int8"; anything else means the model's).
     """
 
     target: Target
@@ -40,26 +42,26 @@ class LowerConfig:
 
     @property
     def own_headers(self) -> dict[str, str]:
-        """The C++ of the user's kernels: file name to text."""
+        """The C++ headers of the user's kernels, file name to text."""
         return {name: text for each in self.passes for name, text in each.own_headers.items()}
 
 
 def build_pipeline(config: LowerConfig) -> tuple[Pass, ...]:
-    """The passes in running order. Raises ConfigError for a pass of the user's that has no place in it."""
+    """Return the passes in running order; raise ConfigError for a user's pass that has no place among them."""
     return _with_own(config.backend(config.target).pipeline(config), config.passes)
 
 
 def lower(
     program: Program, config: LowerConfig, dump_dir: Path | None = None, observe: Observe | None = None
 ) -> list[PassRecord]:
-    """Turn a captured program into what backends get, in place."""
+    """Lower a captured program in place to what backends write."""
     return run_passes(program, build_pipeline(config), dump_dir, observe)
 
 
 def _with_own(ours: tuple[Pass, ...], own: tuple[UserPass, ...]) -> tuple[Pass, ...]:
-    """The user's passes each behind the one of ours it names, in the order in which they were given."""
+    """Insert each of the user's passes after the built-in pass that it names, in the order in which they were given."""
     names = [each.name for each in ours]
-    # Behind these, nodes would be left without a kernel, or within no segment.
+    # After these passes, a new node would be left without a kernel, or in no segment.
     last = next(name for name in names if name in ("partition_segments", "choose_kernels"))
     places = names[: names.index(last)]
     for each in own:

@@ -1,4 +1,7 @@
-"""The onnx targets: the step over a dense KV cache as one ONNX model, for onnxruntime on a CPU, on a GPU, or anybody."""
+"""The backends of the onnx targets: the step over a dense KV cache as one ONNX model.
+
+The model is for onnxruntime on a CPU, for onnxruntime on a GPU, or for any runtime of the standard.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from inferc.version import __version__
 
 
 class OnnxBackend:
-    """Writes the model as one ONNX file, which names the weights' files beside it."""
+    """A backend that writes the model as one ONNX file, which names the weights' files beside it."""
 
     code = "onnx"
     kernels: ClassVar[tuple[Kernel, ...]] = KERNELS
@@ -35,7 +38,10 @@ class OnnxBackend:
         return dense_pipeline(config, *self.fused, rows_of=self.rounded_rows(config))
 
     def rounded_rows(self, config: LowerConfig) -> tuple[Reader, ...]:
-        """The products that get rounded rows; those in four bits round theirs themselves, each block by a scale of its own."""
+        """Return the products that get rounded rows.
+
+        Products in four bits round their rows themselves, each block by a scale of its own.
+        """
         in_groups = config.quantize is not None and SCHEMES[config.quantize].group
         return ("head",) if in_groups else ("linear", "head")
 
@@ -51,14 +57,17 @@ class OnnxBackend:
 
 
 class StandardOnnxBackend(OnnxBackend):
-    """Writes a model of the standard's ops alone."""
+    """A backend that writes a model of the ONNX standard's ops alone."""
 
     kernels = STANDARD_KERNELS
     fused = ()
 
 
 class CudaOnnxBackend(OnnxBackend):
-    """Writes a model for onnxruntime on an NVIDIA GPU, whose products of rows in integers it has no kernels for."""
+    """A backend that writes a model for onnxruntime on an NVIDIA GPU.
+
+    It rounds no rows, as onnxruntime has no kernels there for products of integer rows.
+    """
 
     kernels = CUDA_KERNELS
 

@@ -1,4 +1,4 @@
-"""Lower a program for several ranks: the passes up to packing once, then a program a rank through the rest."""
+"""The lowering of a program for several ranks: first the passes up to packing, once, then the rest for each rank."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from inferc.passes.verify import verify
 from inferc.system import env as debug
 
 PARTITION_BEFORE = "pack_projections"
-"""Rows of packed projections would have to be told apart again, and residuals fuse behind a rank's own sums."""
+"""The pass before which a program is split. Rows of packed projections could not be split without telling them apart
+again, and residuals are fused after the sums over ranks are in place."""
 LAST_STAGE = ("select_rows", "split_head")
-"""Passes of the LM head, which only the last pipeline stage has."""
+"""The passes of the LM head, which only the last pipeline stage has."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Over how many ranks a model is spread."""
+    """The numbers of ranks that a model is spread over."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    placements: Mapping[int, Placement] = field(default_factory=dict)  # of experts, by layer
+    placements: Mapping[int, Placement] = field(default_factory=dict)  # the placement of experts, by layer
     exchange: Exchange = "all_to_all"
 
     @property
@@ -36,7 +37,7 @@ class Ranks:
         return self.tp * self.pp * self.ep
 
     def label(self, tp_rank: int, pp_stage: int, ep_rank: int) -> str:
-        """A short name of one rank, by the sizes that are not 1: `tp1-pp0`."""
+        """Return a short name of one rank, made of the sizes that are not 1: `tp1-pp0`."""
         places = (("tp", self.tp, tp_rank), ("pp", self.pp, pp_stage), ("ep", self.ep, ep_rank))
         return "-".join(f"{name}{rank}" for name, size, rank in places if size > 1)
 
@@ -57,31 +58,32 @@ class RankProgram:
     pp_stage: int
     ep_rank: int = 0
     label: str = ""
-    records: list[PassRecord] = field(default_factory=list, repr=False)  # of the passes since the partition
+    records: list[PassRecord] = field(default_factory=list, repr=False)  # the records of the passes after the partition
 
     @property
     def prefix(self) -> str:
-        """In front of its weights' names where those of all ranks are together."""
+        """The prefix of its weights' names where those of all ranks are stored together."""
         return f"{self.label}:" if self.label else ""
 
 
 def lower_ranks(program: Program, config: LowerConfig, ranks: Ranks) -> list[RankProgram]:
-    """The lowered programs of all ranks of a captured program, which is itself lowered up to the partition."""
+    """Lower a captured program for all ranks and return their programs; it is itself lowered up to the partition."""
     prepare(program, config)
     return partition(program, config, ranks)
 
 
 def prepare(program: Program, config: LowerConfig, observe: Observe | None = None) -> list[PassRecord]:
-    """The passes in front of the partition, in place."""
+    """Run the passes before the partition, in place."""
     return run_passes(program, _passes(config)[0], observe=observe)
 
 
 def partition(
     program: Program, config: LowerConfig, ranks: Ranks, observe: Callable[[str], Observe | None] | None = None
 ) -> list[RankProgram]:
-    """The lowered programs of all ranks of a prepared program, which stays as it is: by ep rank, stage, tp rank.
+    """Split a prepared program, which stays as it is, and lower each rank's; ordered by ep rank, stage, tp rank.
 
-    observe: what sees the passes of the rank with this label, whose first row, in place of "captured", is the partition.
+    observe: returns the observer for the passes of the rank with the given label. The first row that it sees is the
+    partition, in place of "captured".
     """
     made = []
     of_experts = [program] if ranks.ep == 1 else partition_experts(program, ranks.ep, ranks.placements, ranks.exchange)

@@ -1,4 +1,4 @@
-"""The pipelines that several targets share, and what all of them begin with."""
+"""The pass pipelines that several targets share, and the passes that all of them begin with."""
 
 from __future__ import annotations
 
@@ -44,36 +44,37 @@ from inferc.passes.quantize.schemes import SCHEMES
 
 
 def paged_pipeline(config: LowerConfig, *, gated: tuple[Pass, ...] = (), fuses_qkv: bool = True) -> tuple[Pass, ...]:
-    """For targets whose steps are kernels of ours over a KV cache in blocks.
+    """Return the passes of targets whose steps are our own kernels over a paged KV cache.
 
-    gated: what fuses gate and up projections, as far as the target has kernels for it; fuses_qkv: whether it has one for the
-    projection of q, k and v with all that stands between it and attention.
+    gated: the passes that fuse gate and up projections, as far as the target has kernels for them; fuses_qkv: whether
+    it has a kernel that fuses the projection of q, k and v with the ops between it and attention.
     """
     own = {row.op for each in config.passes for row in each.kernels}
     return (
         *model_passes(PadHeads()),
         PageKVCache(config.block_size),
-        *((QuantizeKVCache(),) if config.kv_dtype == "int8" else ()),  # before its writes are fused into other ops
-        fuse_parallel_residual,  # before fuse_linear_add, which would take one of the two
+        *((QuantizeKVCache(),) if config.kv_dtype == "int8" else ()),  # before cache writes are fused into other ops
+        fuse_parallel_residual,  # before fuse_linear_add, which would fuse only one of the two additions
         fuse_linear_add,
-        fuse_rms_norm_add,  # of the residuals that no projection is added to: experts, norms behind a block
+        fuse_rms_norm_add,  # for residuals that no projection is added to: experts, norms after a block
         fuse_rope_kv_write,
         fuse_norm_rope_kv_write,
-        FusePointwise(),  # what is left
-        SelectRows(),  # after the residual is fused, which it then follows
+        FusePointwise(),  # fuses the elementwise ops that are left
+        SelectRows(),  # after the residual is fused, so that the rows are selected behind it
         SplitHead(),
         *quantization(config.quantize),  # after split_head, which tells the LM head from the other products
-        *(gated if "inferc.silu_mul" not in own else ()),  # a user's kernel would miss what these take in
-        *((FuseQKV(),) if fuses_qkv else ()),  # after the quantization, which looks for products: it takes those in too
+        *(gated if "inferc.silu_mul" not in own else ()),  # not if a user has a kernel for silu_mul, which they remove
+        *((FuseQKV(),) if fuses_qkv else ()),  # after quantization, which looks for the products that this pass fuses
         ChooseKernels(config.target, config.kernels),
         PlanMemory(),
     )
 
 
 def dense_pipeline(config: LowerConfig, *fused: Pass, rows_of: tuple[Reader, ...]) -> tuple[Pass, ...]:
-    """For runtimes that fuse ops by themselves, and plan their memory: what they are told is the plain model.
+    """Return the passes of runtimes that fuse ops and plan memory by themselves, which get the plain model.
 
-    fused: what they have one op for all the same; rows_of: the products whose rows a scheme rounds.
+    fused: passes that fuse what the runtime has one op for all the same; rows_of: the products whose rows a scheme
+    rounds.
     """
     return (
         *model_passes(),
@@ -88,33 +89,36 @@ def dense_pipeline(config: LowerConfig, *fused: Pass, rows_of: tuple[Reader, ...
 
 
 def model_passes(*of_heads: Pass) -> tuple[Pass, ...]:
-    """From what was captured to the ops that models are made of, whatever runs them; `of_heads` is for our own attention."""
+    """Return the passes from the captured program to the ops that models are made of, for any runtime.
+
+    of_heads: passes that only our own attention kernels need.
+    """
     return (
         Canonicalise(),
         FoldConstants(),
-        FoldUniform(),  # before flatten_batch, which has no rule for a table of what is no token
+        FoldUniform(),  # before flatten_batch, which has no rule for tables whose rows are not tokens
         FlattenBatch(),  # before every pattern: they are written over rows of tokens
-        fuse_rms_norm_wide,  # before fuse_rms_norm, which matches the float32 part of what this one matches whole
+        fuse_rms_norm_wide,  # before fuse_rms_norm, which would match only the float32 part of this pattern
         fuse_rms_norm,
-        fuse_rms_norm_unscaled,  # after the norms that multiply by a weight, whose first part it matches
+        fuse_rms_norm_unscaled,  # after the norms with a weight, the first part of which it would match
         fuse_layer_norm,
-        JoinHeadNorms(),  # after fuse_layer_norm, whose ops it joins, and before the rotation of their heads
+        JoinHeadNorms(),  # after fuse_layer_norm, whose ops it joins, and before the rotation of the heads
         FuseRope(),
         UngroupHeads(),  # after the rotations, which read the parts of a head together
-        AbsorbLatent(),  # after ungroup_heads, which parts the heads of q, K and V
-        *of_heads,  # after both, and before the projections are packed
+        AbsorbLatent(),  # after ungroup_heads, which splits the heads of q, K and V
+        *of_heads,  # after ungroup_heads and absorb_latent, and before the projections are packed
         fuse_gelu,
         fuse_gelu_mul,
         fuse_silu_mul,
-        fuse_linear_wide,  # of the routers
-        FoldWeights(),  # after fuse_linear_wide, whose weights are cast in the graph
+        fuse_linear_wide,  # for the routers
+        FoldWeights(),  # after fuse_linear_wide, which matches weights that are cast in the graph
         FuseMoERouting(),
         PackProjections(),  # after the routing, which keeps routers out of the packing
     )
 
 
 def quantization(name: str | None) -> tuple[Pass, ...]:
-    """Quantize by the scheme of this name, where our kernels multiply."""
+    """Return the passes that quantize by the scheme of this name, for products by our own kernels."""
     if name is None:
         return ()
     scheme = SCHEMES[name]
@@ -130,5 +134,8 @@ def quantization(name: str | None) -> tuple[Pass, ...]:
 
 
 def quantization_elsewhere(name: str | None, rows_of: tuple[Reader, ...]) -> tuple[Pass, ...]:
-    """Quantize for runtimes that read rounded rows in some products alone (`rows_of`), and of experts in none."""
+    """Return the pass that quantizes for other runtimes, which read rounded rows only in the products `rows_of`.
+
+    They read rounded rows in no product of experts.
+    """
     return () if name is None else (Quantize(SCHEMES[name], rows_of=rows_of),)

@@ -1,4 +1,7 @@
-"""The reference target: the lowered program itself, which the ops' references run. Nothing is compiled."""
+"""The backend of the reference target: the lowered program itself, which the ops' references run.
+
+Nothing is compiled.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from inferc.targets import Target
 
 
 class ReferenceBackend:
-    """Writes no code."""
+    """A backend that writes no code."""
 
     code = "reference"
     kernels = KERNELS

@@ -1,4 +1,4 @@
-"""The tensorrt target: the step over a dense KV cache as one TensorRT plan, for one chip."""
+"""The backend of the tensorrt target: the step over a dense KV cache as one TensorRT plan, for one chip."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class TensorRTBackend:
-    """Writes a plan of the whole step, which takes the weights in: their own files go."""
+    """A backend that writes one plan of the whole step.
+
+    The plan contains the weights, so their own files are dropped.
+    """
 
     code = "tensorrt"
     kernels = KERNELS
@@ -58,9 +61,10 @@ class TensorRTBackend:
 
 
 def library_for(target: Target) -> Library:
-    """The package that builds plans for the target's chip, which a whole plan needs to find in this machine.
+    """Return the TensorRT package that builds plans for the target's chip.
 
-    Raises ConfigError where it is not installed, UnsupportedError where the chip is none of its.
+    TensorRT itself builds only for the chip of this machine's GPU. Raises ConfigError where no package is installed,
+    UnsupportedError where none builds for the chip.
     """
     from inferc.codegen.tensorrt.adapter import to_build
 
@@ -69,7 +73,7 @@ def library_for(target: Target) -> Library:
 
 
 def _arch_here() -> str | None:
-    """The chip of this machine's GPU."""
+    """Return the chip of this machine's GPU; None without one."""
     from inferc.runtime.runners.cuda.driver import Driver
 
     try:

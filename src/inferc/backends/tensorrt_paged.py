@@ -1,4 +1,7 @@
-"""The tensorrt-paged target: TensorRT's plans for what lies between our kernels, which keep the KV cache in blocks."""
+"""The backend of the tensorrt-paged target: TensorRT plans for the segments between our kernels.
+
+Our kernels keep the KV cache in blocks.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ log = logging.getLogger(__name__)
 
 
 class PagedTensorRTBackend:
-    """Writes kernels as the cuda target does, and a plan for all segments that are equal but for their weights."""
+    """A backend that writes kernels as the cuda target does, and TensorRT plans for the segments between them.
+
+    Segments that are equal but for their weights share a plan.
+    """
 
     code = "triton"
     kernels = (*triton.KERNELS, *tensorrt.KERNELS)
@@ -46,7 +52,10 @@ class PagedTensorRTBackend:
         library_for(self._target)
 
     def pipeline(self, config: LowerConfig) -> tuple[Pass, ...]:
-        """The plain model, as TensorRT fuses ops by itself, but for what the kernels between its segments do at once."""
+        """Return the passes of the plain model, plus the fusions that the kernels between the segments implement.
+
+        TensorRT fuses all other ops by itself.
+        """
         return (
             *model_passes(PadHeads()),
             PageKVCache(config.block_size),
@@ -56,8 +65,8 @@ class PagedTensorRTBackend:
             FusePointwise(),
             SelectRows(),
             SplitHead(),
-            *quantization_elsewhere(config.quantize, ("linear",)),  # the LM head is a kernel of ours, that reads floats
-            PartitionSegments(),  # after everything that makes or moves a node
+            *quantization_elsewhere(config.quantize, ("linear",)),  # our LM head kernel reads float rows
+            PartitionSegments(),  # after all passes that make or move a node
             ChooseKernels(config.target, triton.KERNELS, in_segments=tensorrt.KERNELS),
             PlanMemory(),
         )
@@ -66,7 +75,11 @@ class PagedTensorRTBackend:
         try_step(program, config)
 
     def write(self, rank: RankProgram, output: Output) -> Written:
-        """The kernels, without PTX: chips to come run no plan. The plans' weights are the artifact's."""
+        """Write the kernels and the plans.
+
+        There is no PTX, since chips to come cannot run the plans. The plans use the weights in the artifact's own
+        files.
+        """
         step = write_step(rank.program, self._target, output, with_ptx=False)
         facts = self._write_plans(rank.program, output)
         return Written(step.plan, step.arena, step.fields, cubins=step.cubins, kernels=step.kernels, facts=facts)

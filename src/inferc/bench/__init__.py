@@ -1,4 +1,5 @@
-"""Load on a real server, and what its clients see: `inferc bench serve` and `inferc bench tune`.
+"""The load generator behind `inferc bench serve` and `inferc bench tune`: it measures what clients of a server see.
 
-workload.py says what is sent and when, endpoints.py to whom, load.py sends it, figures.py counts, report.py and plot.py show.
+workload.py plans which requests are sent and when, endpoints.py describes the server that receives them, load.py sends
+them, figures.py computes the metrics, report.py and plot.py present the results.
 """

@@ -1,4 +1,4 @@
-"""What came of one request, as its client saw it."""
+"""The outcome of one benchmark request, as its client saw it."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ from itertools import pairwise
 from typing import Any, Literal
 
 OK = "ok"
-UNFINISHED = "unfinished"  # still under way when the load was interrupted
+UNFINISHED = "unfinished"  # still in flight when the load was interrupted
 
-# How the tokens of an HTTP stream's chunks are known: each chunk tells; the stream tells how many there were in all, which are
-# shared out over its chunks; or nobody tells, and a chunk counts as one token.
+# How the number of tokens in each chunk of an HTTP stream is known. "told": each chunk reports it. "shared": the stream
+# reports only the total, which is divided evenly over its chunks. "chunks": nothing is reported, and each chunk counts
+# as one token.
 CountedBy = Literal["told", "shared", "chunks"]
 
 
 @dataclass
 class Answer:
-    """Of one request. Seconds: `planned` and `sent` since the load began, the rest since it was sent.
+    """The record of one request and of the answer that its client received.
 
-    messages: when each came that has tokens, and how many it has. What is read from a connection at once is one message.
-    status: "ok", "unfinished", or why it failed: an HTTP status, a gRPC code, or a word.
+    All times are in seconds: `planned` and `sent` count from the start of the load, the others from the moment the
+    request was sent.
+
+    messages: the arrival time and the number of tokens of each message that carries tokens. The bytes that one read of
+    the connection returns are one message.
+    status: "ok", "unfinished", or why the request failed: an HTTP status, a gRPC code, or a word.
     """
 
     number: int
     planned: float
     input_len: int
-    output_len: int  # that was asked for
+    output_len: int  # number of output tokens that the request asks for
     sent: float = math.nan
     messages: list[tuple[float, int]] = field(default_factory=list)
     whole: float = math.nan
     status: str = UNFINISHED
     detail: str = ""
     counted_by: CountedBy = "told"
-    prompt_tokens: int | None = None  # as the server counted them
+    prompt_tokens: int | None = None  # number of prompt tokens that the server reports
     cached_tokens: int | None = None
 
     @property
@@ -51,7 +56,7 @@ class Answer:
 
     @property
     def tpot(self) -> float | None:
-        """The mean time between its tokens; None of a single token."""
+        """The mean time between two tokens of the answer; None if it has fewer than two tokens."""
         count = self.num_tokens
         return (self.messages[-1][0] - self.messages[0][0]) / (count - 1) if count > 1 else None
 
@@ -59,14 +64,17 @@ class Answer:
     def gaps(self) -> list[float]:
         """The time between a token and the one before it, for every token of the messages after the first.
 
-        A message may carry several tokens, and then each of them counts as its share of the gap before the message. Those that
-        come in the first message have no gap before them, so none of theirs is counted.
+        A message may carry several tokens; each of them then counts as an equal share of the gap before the message.
+        The tokens of the first message have no gap before them and are not counted.
         """
         return [(now - before) / count for (before, _), (now, count) in pairwise(self.messages) for _ in range(count)]
 
     def is_good(self, ttft_ms: float | None, tbt_ms: float | None) -> bool:
-        """As the server counts goodput: it ended well, its first token came within `ttft_ms`, and the others within `tbt_ms`
-        of one another on average. None: any time is good."""
+        """Return whether the request counts towards goodput, by the same rule as the server's own count.
+
+        The request must have succeeded, its first token must have come within `ttft_ms`, and the mean time between its
+        tokens must be at most `tbt_ms`. None means that any time is good enough.
+        """
         if not self.is_ok:
             return False
         mean = self.tpot
@@ -75,7 +83,7 @@ class Answer:
         )
 
     def end(self, whole: float) -> None:
-        """It ended by itself, after so many seconds."""
+        """Record that the answer ended by itself, `whole` seconds after the request was sent."""
         self.whole = whole
         if self.messages:
             self.status = OK
@@ -86,7 +94,7 @@ class Answer:
         self.status, self.detail = status, detail
 
     def row(self) -> dict[str, Any]:
-        """For the file of a run; what is not known is None."""
+        """Return the record as a JSON object for the result file; unknown values are None."""
         return {
             "number": self.number,
             "planned_s": self.planned,
@@ -105,11 +113,11 @@ class Answer:
 
 
 def shared_out(total: int, parts: int) -> list[int]:
-    """`total` tokens over so many chunks, as evenly as whole numbers can be; the first has the most."""
+    """Divide `total` tokens over `parts` chunks as evenly as whole numbers allow; the first chunk has the most."""
     ends = [-(-index * total // parts) for index in range(parts + 1)]
     return [after - before for before, after in pairwise(ends)]
 
 
 def num_under_way(answers: Sequence[Answer], when: float) -> int:
-    """Requests that had been sent and not ended, so many seconds after the load began."""
+    """Return the number of requests that had been sent and had not ended, `when` seconds after the load began."""
     return sum(each.sent <= when and not each.sent + each.whole <= when for each in answers)

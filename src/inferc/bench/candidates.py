@@ -1,4 +1,4 @@
-"""Configurations of a server that `inferc bench tune` compares, and the search for the rate that each bears."""
+"""The server configurations that `inferc bench tune` compares, and the search for the highest rate each can sustain."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
-STEP = 1.1  # between two rates of the ladder that all candidates are compared on; who is better by less is no better
-MOST_STRIDE = 8  # rungs, about twice the rate
-KEEPS_UP = 0.5  # of the rate: where answers come slower, until the last one, requests pile up and only seem to be good
+# Candidates are compared on a ladder of request rates. STEP is the ratio of two neighbouring rungs; a candidate that is
+# better by less than this ratio does not count as better.
+STEP = 1.1
+MOST_STRIDE = 8  # largest stride of the search, in rungs; 8 rungs are about a factor of two in rate
+# A candidate keeps up with a rate if answers complete at this share of the rate or more. Below it requests pile up, and
+# they only seem good because the load ends early.
+KEEPS_UP = 0.5
 SEQS = (8, 16, 32, 64, 128)
 BUDGETS = (128, 256, 512, 1024, 2048)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is tuned, by the names of `inferc serve`'s options. threads: None is a thread for each core."""
+    """A server configuration to compare; its fields carry the names of the options of `inferc serve`.
+
+    threads: number of threads; None means one thread per core.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -27,7 +34,7 @@ class Candidate:
     threads: int | None = None
 
     def changes(self, default: Candidate) -> dict[str, Any]:
-        """What is otherwise than by default."""
+        """Return the options that differ from the default configuration, by field name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value != getattr(default, name)}
 
@@ -36,11 +43,15 @@ class Candidate:
         return ", ".join(found) or "default"
 
     def flags(self) -> dict[str, Any]:
-        """Of `inferc serve`; None where there is nothing to say."""
+        """Return the options for `inferc serve`, by flag; None stands for an option that is not passed."""
         return {f"--{field.name.replace('_', '-')}": getattr(self, field.name) for field in fields(self)}
 
     def distance(self, default: Candidate) -> float:
-        """How far from the default: near ones come first where time is short, and of equals the nearest is taken."""
+        """Return how far the candidate is from the default configuration.
+
+        Near candidates are simulated first because time may run out, and of equally good candidates the nearest one is
+        taken.
+        """
         steps = abs(math.log2(self.max_num_seqs / default.max_num_seqs))
         steps += abs(math.log2(self.max_num_batched_tokens / default.max_num_batched_tokens))
         return steps + len(self.changes(default))
@@ -51,7 +62,10 @@ def _shown(value: Any) -> str:
 
 
 def grid(default: Candidate, tbt_ms: float | None) -> list[Candidate]:
-    """Sequences, token budgets, and steps bounded by the objective or not; the nearest to the default first."""
+    """Return candidates for all pairs of sequence count and token budget, the nearest to the default first.
+
+    If there is a TBT objective, each pair is tried with and without a limit of the step time by that objective.
+    """
     seqs = sorted({*SEQS, default.max_num_seqs})
     budgets = sorted({*BUDGETS, default.max_num_batched_tokens})
     bounds = (None,) if tbt_ms is None else (None, tbt_ms)
@@ -60,7 +74,7 @@ def grid(default: Candidate, tbt_ms: float | None) -> list[Candidate]:
 
 
 def variants(of: Candidate, policies: Sequence[str], threads: Sequence[int]) -> list[Candidate]:
-    """One candidate with each other policy and number of threads, and without the prefix cache."""
+    """Return copies of a candidate that each change one option: policy, number of threads, or prefix cache."""
 
     def changed(**change: Any) -> Candidate:
         return Candidate(**{**{field.name: getattr(of, field.name) for field in fields(of)}, **change})
@@ -72,12 +86,16 @@ def variants(of: Candidate, policies: Sequence[str], threads: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a load. rate: at which requests were sent; answered and good: a second, from the first request to the last answer."""
+    """The result of one load on a candidate, simulated or measured.
+
+    rate: requests sent per second.
+    answered, good: answered and good requests per second, from the first request to the last answer.
+    """
 
     rate: float
     answered: float
     good: float
-    share: float  # of the requests that were good
+    share: float  # share of the requests that were good
 
     def is_borne(self, share: float) -> bool:
         return self.share >= share and self.answered >= KEEPS_UP * self.rate
@@ -88,10 +106,10 @@ def borne(outcomes: Mapping[int, Outcome], share: float) -> dict[int, bool]:
 
 
 def next_rung(known: Mapping[int, bool], first: int) -> int | None:
-    """The rung of a ladder to look at next for the highest that is good; None if that is known.
+    """Return the rung to try next in the search for the highest good rung; None if that one is already known.
 
-    From `first` on up or down, by 1, 2, 4, …, at most by MOST_STRIDE, until the last good one and the first
-    bad one surround it.
+    The search starts at `first` and moves up or down by 1, 2, 4, … rungs (at most MOST_STRIDE) until a good and a bad
+    rung enclose the answer; then it bisects.
     """
     good = [rung for rung, is_good in known.items() if is_good]
     bad = [rung for rung, is_good in known.items() if not is_good]
@@ -108,14 +126,14 @@ def next_rung(known: Mapping[int, bool], first: int) -> int | None:
 
 
 def highest_good(known: Mapping[int, bool]) -> int | None:
-    """The highest good rung below every bad one."""
+    """Return the highest good rung that lies below every bad one; None if there is none."""
     bad = [rung for rung, is_good in known.items() if not is_good]
     below = [rung for rung, is_good in known.items() if is_good and (not bad or rung < min(bad))]
     return max(below, default=None)
 
 
 def best_rung(outcomes: Mapping[int, Outcome], share: float) -> int | None:
-    """Of the highest that is borne and those below it, the one with the most good requests a second."""
+    """Return the rung with the most good requests per second, up to the highest rung that the candidate sustains."""
     highest = highest_good(borne(outcomes, share))
     if highest is None:
         return None

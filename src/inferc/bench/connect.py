@@ -1,4 +1,4 @@
-"""From the address of a server to an endpoint that takes load."""
+"""The function that turns the address of a server into an endpoint that load can be sent to."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from inferc.bench.workload import Prompt
 
 
 async def connect(target: Target, probe: Prompt | None = None) -> Endpoint:
-    """Ask the server what it has, and find out by requests of two tokens what it takes. probe: a prompt of the load, where it
-    has no token ids. Raises RequestError or InfercError if it answers none."""
+    """Ask the server about its model, and find out by requests of two tokens which request fields it accepts.
+
+    probe: a prompt of the load, if the load consists of texts rather than token ids.
+    Raises RequestError or InfercError if the server answers none of these requests.
+    """
     if target.kind == "grpc":
         return await GrpcEndpoint.connect(target)
     from inferc.bench.http_endpoint import HttpEndpoint  # needs the extra `bench`

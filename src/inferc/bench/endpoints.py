@@ -1,4 +1,4 @@
-"""Whom load is put on: inferc over gRPC, or any server with OpenAI's interface over HTTP."""
+"""The servers that load can be sent to: inferc over gRPC, or any server with OpenAI's interface over HTTP."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Target:
-    """Where a server is, and which of its interfaces is used. address: HOST:PORT of gRPC, else the URL before `/completions`."""
+    """The address of a server, the interface of it that is used, and the options of every request to it.
+
+    address: HOST:PORT for gRPC; for HTTP the URL without the final `/completions`.
+    """
 
     kind: Kind
     address: str
     model: str | None = None
     api_key: str | None = None
     ca: Path | None = None
-    vocab_size: int | None = None  # where the server does not tell
+    vocab_size: int | None = None  # vocabulary size, for servers that do not report it
     ignore_eos: bool = True
     temperature: float = 0.0
-    logprobs: bool = False  # ask for them: tokens are then sent that are no text
+    logprobs: bool = False  # ask for logprobs: the server then also sends tokens that do not form text yet
     timeout: float = 600.0
-    # TTFT and TBT in milliseconds that requests name; to inferc's gRPC alone.
+    # Objectives for TTFT and TBT in milliseconds that each request carries. Only inferc's gRPC interface takes them.
     objectives: tuple[float | None, float | None] = (None, None)
 
     @staticmethod
     def address_of(text: str, kind: Kind | None) -> tuple[Kind, str] | None:
-        """The interface and address that a URL or HOST:PORT names; None for what is neither. Raises ConfigError."""
+        """Return the interface and address that a URL or HOST:PORT names, None for other texts. Raises ConfigError."""
         if text.startswith("grpc://") or re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", text):
             if kind in ("completions", "chat"):
                 raise ConfigError(f"--endpoint {kind} needs a URL, http://HOST:PORT; {text} is gRPC")
@@ -56,7 +59,10 @@ class Target:
 
 @dataclass
 class ServerFacts:
-    """What is known of a server. notes: what it did not take, and what was done instead."""
+    """The facts that a server reports about itself or that trial requests revealed.
+
+    notes: request fields that the server did not accept, and what was done instead.
+    """
 
     model: str | None
     vocab_size: int
@@ -69,16 +75,16 @@ class Endpoint(Protocol):
     facts: ServerFacts
 
     def prepare(self, prompt: Prompt, output_len: int) -> object:
-        """A request as `send` takes it, so that making it takes no time when it is due."""
+        """Build a request for `send` ahead of time, so that building it takes no time when the request is due."""
 
     async def send(self, prepared: object, answer: Answer) -> None:
-        """Send it and note in `answer` what comes. Raises nothing but CancelledError."""
+        """Send a prepared request and record in `answer` what arrives. Raises nothing but CancelledError."""
 
     async def close(self) -> None: ...
 
 
 def check_lengths(facts: ServerFacts, input_len: int, output_len: int) -> None:
-    """Raises RequestError if the model does not take the lengths, as far as it is known."""
+    """Raise RequestError if the model cannot take these lengths, as far as its limit is known."""
     limit = facts.max_model_len
     if input_len < 0 or output_len < 1 or (limit is not None and input_len + output_len > limit):
         raise RequestError(

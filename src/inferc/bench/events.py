@@ -1,6 +1,7 @@
-"""Server-sent events of OpenAI's interface, and how many tokens came when.
+"""The parser of server-sent events of OpenAI's interface, which counts how many tokens arrived at which time.
 
-A few microseconds for each read of the connection: the load is made on the machine that it measures.
+Each read of the connection costs only a few microseconds, because the load generator often runs on the machine that it
+measures.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ class Chunk(msgspec.Struct):
 
 
 class StreamError(Exception):
-    """The server said within the stream that it failed, or sent what is no chunk."""
+    """An error that the server reported within the stream, or data that is not a valid chunk."""
 
 
 class Events:
-    """Cuts a stream into the data of its events, wherever its parts begin and end."""
+    """A splitter of a byte stream into the data of its events; reads may begin and end anywhere within an event."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, part: bytes) -> list[bytes]:
-        """The data of the events that end in this part."""
+        """Return the data of the events that end in this part of the stream."""
         lines = (self._rest + part).split(b"\n")
         self._rest = lines.pop()
         found = []
@@ -71,26 +72,26 @@ class Events:
         return found
 
     def close(self) -> list[bytes]:
-        """The stream is over: an event that only lacks its empty line counts."""
+        """Return the data of the last event at the end of the stream, even if the empty line after it is missing."""
         return self.feed(b"\n\n") if self._rest or self._data else []
 
 
 class TokenCounter:
-    """How many tokens came when, of the chunks of one stream."""
+    """A counter of the tokens of one stream, with the time at which each chunk arrived."""
 
     def __init__(self) -> None:
-        self.is_done = False  # by a finish reason or the mark of the end
+        self.is_done = False  # set by a finish reason or by the `[DONE]` event
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self._events = Events()
         self._decode = msgspec.json.Decoder(Chunk).decode
-        self._reads: list[tuple[float, int, int]] = []  # when, chunks with text, tokens so far
+        self._reads: list[tuple[float, int, int]] = []  # time, chunks with text, total tokens so far
         self._total: int | None = None
         self._ended_at = 0.0
-        self._is_told: bool | None = None  # whether each chunk says how many tokens there are
+        self._is_told: bool | None = None  # whether each chunk reports the number of tokens so far
 
     def feed(self, part: bytes, now: float) -> None:
-        """Raises StreamError."""
+        """Take the bytes that were read at time `now`. Raises StreamError for an error event or an invalid chunk."""
         self._take(self._events.feed(part), now)
 
     def close(self, now: float) -> None:
@@ -102,25 +103,26 @@ class TokenCounter:
         try:
             for data in events:
                 chunks += self._chunk(data)
-        finally:  # also of those before an error
+        finally:  # record the chunks before an error too
             if chunks or self._is_told:
                 self._reads.append((now, chunks, self._total or 0))
 
     def _chunk(self, data: bytes) -> int:
-        """How many choices in it have text."""
+        """Take one event and return how many of its choices have text."""
         if data == DONE:
             self.is_done = True
             return 0
         try:
             chunk = self._decode(data)
-        except msgspec.DecodeError:  # of which a field of the wrong type is one
+        except msgspec.DecodeError:  # raised for a field of the wrong type too
             raise StreamError(f"not a chunk: {data[:120].decode(errors='replace')}") from None
         if chunk.error is not None and bytes(chunk.error) != b"null":
             raise StreamError(bytes(chunk.error)[:300].decode(errors="replace"))
         count = sum(choice.has_text for choice in chunk.choices)
         is_last = any(choice.finish_reason is not None for choice in chunk.choices)
         tokens = None if chunk.usage is None else chunk.usage.completion_tokens
-        # The first chunk that is more than the role shows whether all tell. Its token may be no text: half of a character.
+        # The first chunk that holds more than the role shows whether all chunks report token counts. Its token may have
+        # no text yet, for example half of a character.
         if self._is_told is None and (count or is_last or (chunk.choices and tokens)):
             self._is_told = tokens is not None
         self.is_done = self.is_done or is_last
@@ -136,7 +138,7 @@ class TokenCounter:
             self.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
     def messages(self) -> tuple[list[tuple[float, int]], CountedBy]:
-        """When tokens came, and how many, and how that is known."""
+        """Return when tokens arrived and how many, and how the counts are known."""
         if self._is_told:
             found, before = [], 0
             for when, _, total in self._reads:
@@ -154,5 +156,5 @@ class TokenCounter:
         return [(when, count) for when, count in merged.items() if count], counted
 
     def _at_the_end(self) -> list[float]:
-        """When the tokens of an answer came that shows none of them."""
+        """Return the time for tokens that no chunk showed: the end of the stream, if the server counted any tokens."""
         return [self._ended_at] if self._total else []

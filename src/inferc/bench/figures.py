@@ -1,4 +1,4 @@
-"""The figures of a load: what clients saw, by percentile, and how many requests were good."""
+"""The metrics of a load: latency percentiles as clients saw them, throughput, and how many requests were good."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from inferc.bench.answers import UNFINISHED, Answer
 from inferc.bench.endpoints import ServerFacts
 from inferc.bench.load import Load
 
-LATE_MS = 5.0  # that never matter
-LATE_SHARE = 0.1  # of the median time between tokens, beyond which noting them so late is a part of it
-WHOLE_SHARE = 0.1  # of the answers, that may come in one message
-# Of the mean time between two requests, beyond which they come in another pattern than was asked for.
+LATE_MS = 5.0  # lateness of the load generator that never matters
+# Lateness in recording tokens, as a share of the median time between tokens, beyond which it distorts that time.
+LATE_SHARE = 0.1
+WHOLE_SHARE = 0.1  # share of the answers that may arrive whole, in one message, without a warning
+# Lateness in sending, as a share of the mean time between two requests, beyond which the arrival pattern is not the one
+# that was asked for.
 LATE_SHARE_OF_GAP = 0.5
 
 
 @dataclass(frozen=True)
 class Percentiles:
-    """In milliseconds."""
+    """The mean, percentiles and maximum of a set of times, in milliseconds."""
 
     mean: float
     p50: float
@@ -42,7 +44,10 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Goals:
-    """When a request is good; None: any time is. share: of requests that shall be."""
+    """The latency objectives that decide whether a request is good; None means that any time is good.
+
+    share: share of the requests that should be good.
+    """
 
     ttft_ms: float | None = 500.0
     tbt_ms: float | None = 100.0
@@ -51,7 +56,10 @@ class Goals:
 
 @dataclass(frozen=True)
 class LoadOf:
-    """What a load was: one of rate and concurrency. speed: of a trace. Lengths are means, rounded; 0 where they are not known."""
+    """The description of a load: its mean lengths, and either its request rate or its concurrency.
+
+    speed: the factor by which a trace was replayed faster. The lengths are rounded means; 0 if they are not known.
+    """
 
     input_len: int
     output_len: int
@@ -62,16 +70,19 @@ class LoadOf:
 
 @dataclass(frozen=True)
 class ServeResult:
-    """What clients saw of one load. Times are of requests that ended well, and None where there are none.
+    """The metrics of one load as its clients saw them.
 
-    ttft: from sending to the first message with tokens; itl: between two tokens, as shares of the gaps between messages; tpot: the
-    mean of these of one request; e2e: from sending to the end of the stream. goodput: the good share of the requests that
-    ended, failed or were refused; those that an interrupt ended are in `unfinished` alone. Tokens of failed answers count as output.
+    Latencies are those of the requests that succeeded, and None if there are none. ttft: from sending to the first
+    message with tokens. itl: between two tokens; the tokens of one message share the gap before it equally. tpot: the
+    mean time between tokens of one request. e2e: from sending to the end of the stream.
+
+    goodput: the share of good requests among those that completed, failed or were refused. Requests that an interrupt
+    ended count only as `unfinished`. The tokens of failed answers count as output.
     """
 
     output_tokens_per_s: float
     requests: int
-    requests_per_s: float  # that ended well
+    requests_per_s: float  # successful requests per second
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
     e2e_ms: Percentiles | None
@@ -79,7 +90,9 @@ class ServeResult:
     output_len: int
     concurrency: int | None
     tpot_ms: Percentiles | None
-    total_tokens_per_s: float | None  # prompts included, if the server told their tokens or they were sent as token ids
+    # Tokens per second including prompts; None if the server did not report prompt tokens and prompts were sent as
+    # text.
+    total_tokens_per_s: float | None
     goodput: float | None
     goodput_per_s: float
     completed: int
@@ -88,14 +101,14 @@ class ServeResult:
     rate: float | None
     speed: float | None
     seconds: float
-    prompt_tokens: int | None  # as the server counted them, of the requests that ended well
+    prompt_tokens: int | None  # prompt tokens that the server reported for the successful requests
     cached_tokens: int | None
-    short_answers: int  # ended before the length that was asked for
-    prompts: str  # sent as token ids or as text
-    tokens_counted: dict[str, int]  # requests, by how their tokens were counted
-    lag_ms: Percentiles | None  # of the generator itself, in sending
-    loop_lag_ms: Percentiles | None  # of the generator itself, in noting when tokens came
-    generator_cpu: float  # cores
+    short_answers: int  # answers with fewer tokens than the request asked for
+    prompts: str  # the form in which prompts were sent: "token ids" or "text"
+    tokens_counted: dict[str, int]  # number of requests, by how their tokens were counted
+    lag_ms: Percentiles | None  # lateness of the load generator in sending requests
+    loop_lag_ms: Percentiles | None  # lateness of the load generator in recording the arrival of tokens
+    generator_cpu: float  # CPU cores that the load generator used on average
     warnings: list[str] = field(default_factory=list)
 
 
@@ -155,18 +168,18 @@ def _late(
     lag: Percentiles | None,
     loop_lag: Percentiles | None,
 ) -> list[str]:
-    """What the generator's own lateness spoils."""
+    """Return a warning for each measurement that the load generator's own lateness distorts."""
     found = []
     if lag is not None and what.rate is not None and lag.p99 > max(LATE_MS, LATE_SHARE_OF_GAP * 1e3 / what.rate):
         found.append(
-            f"requests were sent up to {lag.max:.0f} ms late (P99 {lag.p99:.0f} ms): the load was not the one that was asked for;"
-            " give the generator a machine of its own, or a lower rate"
+            f"requests were sent up to {lag.max:.0f} ms late (P99 {lag.p99:.0f} ms): the load was not the one that was"
+            " asked for; give the generator a machine of its own, or a lower rate"
         )
     measured = itl or ttft
     if loop_lag is not None and measured is not None and loop_lag.p99 > max(LATE_MS, LATE_SHARE * measured.p50):
         found.append(
-            f"this process noted tokens up to {loop_lag.max:.0f} ms late (P99 {loop_lag.p99:.0f} ms): times between tokens are"
-            " partly its own; give the generator a machine of its own"
+            f"this process noted tokens up to {loop_lag.max:.0f} ms late (P99 {loop_lag.p99:.0f} ms): times between"
+            " tokens are partly its own; give the generator a machine of its own"
         )
     return found
 
@@ -181,8 +194,8 @@ def _warnings(load: Load, ok: Sequence[Answer], failed: dict[str, int]) -> list[
     whole = sum(len(each.messages) == 1 and each.num_tokens > 1 for each in ok)
     if whole > WHOLE_SHARE * len(ok):
         found.append(
-            f"{whole} of {len(ok)} answers came whole, in one message: their TTFT is that of all tokens, and nothing is known of the"
-            " time between these; if they are no text, --logprobs has them sent"
+            f"{whole} of {len(ok)} answers came whole, in one message: their TTFT is that of all tokens, and nothing"
+            " is known of the time between these; if they are no text, --logprobs has them sent"
         )
     guessed = Counter(each.counted_by for each in ok)
     if guessed["chunks"]:
@@ -194,16 +207,17 @@ def _warnings(load: Load, ok: Sequence[Answer], failed: dict[str, int]) -> list[
 
 @dataclass(frozen=True)
 class Point:
-    """A load that was measured, by its rate."""
+    """The share of good requests that was measured at one rate."""
 
     rate: float
-    share: float  # of requests that were good
+    share: float  # share of the requests that were good
 
 
 def largest_good_rate(points: Sequence[Point], share: float) -> float | None:
-    """The largest measured rate at which so many requests were good, as they were at all lower ones; None if at no rate.
+    """Return the largest measured rate at which, and at all lower ones, at least `share` of the requests were good.
 
-    Nothing is interpolated. Of a rate that was measured several times all must be good enough.
+    Return None if there is no such rate. Nothing is interpolated. If a rate was measured several times, all
+    measurements must reach `share`.
     """
     found = None
     for rate in sorted({each.rate for each in points}):
@@ -214,9 +228,11 @@ def largest_good_rate(points: Sequence[Point], share: float) -> float | None:
 
 
 def next_rate(points: Sequence[Point], share: float, first: float, precision: float = 0.1) -> float | None:
-    """The rate to measure next in a search for the largest good one; None if it is known to `precision`, a share of itself.
+    """Return the rate to measure next in a search for the largest good rate; None once that is known.
 
-    Twice the last one as long as all are good, half of it as long as none is; then the middle, on a scale of ratios.
+    The largest good rate is known when the gap to the lowest bad rate is at most `precision`, relative to it. The
+    search doubles the rate as long as all rates are good, halves it as long as none is, and then takes the geometric
+    mean.
     """
     good = [each.rate for each in points if each.share >= share]
     bad = [each.rate for each in points if each.share < share]

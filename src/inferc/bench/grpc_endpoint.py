@@ -1,4 +1,4 @@
-"""inferc itself over gRPC, as whom load is put on: nothing is tried again, a refusal is a result."""
+"""The benchmark endpoint for inferc's own gRPC interface; requests are never retried, because a refusal is a result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inferc.errors import InfercError, RequestError
 
 
 class GrpcEndpoint:
-    """inferc over gRPC. Nothing is tried again: a refusal is a result."""
+    """An endpoint that sends load to inferc over gRPC without retries, because a refusal is a result."""
 
     def __init__(self, client: AsyncClient, facts: ServerFacts, target: Target) -> None:
         self.facts = facts

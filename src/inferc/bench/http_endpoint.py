@@ -1,8 +1,7 @@
-"""OpenAI's interface over HTTP, of any server: nothing is relied on that inferc alone has."""
+"""The benchmark endpoint for OpenAI's HTTP interface of any server; it relies on nothing that only inferc offers."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import ssl
 import time
@@ -18,10 +17,12 @@ from inferc.bench.workload import FIRST_ID, Prompt
 from inferc.errors import ConfigError, InfercError, RequestError
 from inferc.system.json_text import parse_json
 
-UNTOLD_VOCAB_SIZE = 10_000  # ids below it are taken where nobody tells how many there are
-KEEPALIVE_SECONDS = 2.0  # less than servers keep an idle connection, so that none is closed as it is taken
+UNTOLD_VOCAB_SIZE = 10_000  # vocabulary size that is assumed if the server reports none
+# Shorter than servers keep an idle connection open, so that no connection is closed just as it is reused.
+KEEPALIVE_SECONDS = 2.0
 FACTS_SECONDS = 10.0
-# Short and common, so that most tokenizers take one token for each: texts for servers that take no token ids.
+# The words of prompts for servers that take no token ids. They are short and common, so that most tokenizers encode
+# each one as a single token.
 WORDS = [
     "time",
     "year",
@@ -187,14 +188,23 @@ WORDS = [
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a server takes. extras: fields that are not OpenAI's own, for answers of an exact length and counted chunks."""
+    """The optional request fields that a server accepts.
+
+    ids: prompts as token ids.
+    extras: fields beyond OpenAI's own that fix the length of the answer and report the token count with each chunk.
+    usage: `stream_options`, which asks for the token counts of the answer.
+    """
 
     ids: bool
     extras: bool
     usage: bool
 
 
-DIALECTS = tuple(Dialect(ids, extras, usage) for extras, usage in ((True, True), (False, True), (False, False)) for ids in (True, False))  # fmt: skip
+DIALECTS = tuple(
+    Dialect(ids, extras, usage)
+    for extras, usage in ((True, True), (False, True), (False, False))
+    for ids in (True, False)
+)
 
 
 class HttpEndpoint:
@@ -221,7 +231,7 @@ class HttpEndpoint:
             raise
 
     async def _settled(self, probe: Prompt | None) -> HttpEndpoint:
-        """This endpoint in the first dialect that the server takes."""
+        """Return this endpoint with the first dialect that the server accepts. Raises RequestError or InfercError."""
         takes_ids = self._target.kind == "completions" and probe is None
         first: Answer | None = None
         ids = [FIRST_ID + 3 * index for index in range(16)] if probe is None else probe
@@ -238,7 +248,7 @@ class HttpEndpoint:
                 return tried
             first = first or answer
             if not (answer.status.isdecimal() and answer.status not in ("401", "403", "404", "429", "503")):
-                break  # another form of the same request would fare no better
+                break  # another dialect would not help
         assert first is not None
         message = f"{self._url} answers a first request with {first.status}: {first.detail}"
         is_ours = first.status.startswith("4") and first.status != "429"
@@ -285,7 +295,7 @@ class HttpEndpoint:
         except StreamError as error:
             self._note(counter, answer)
             answer.fail("error in stream", str(error))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self._note(counter, answer)
             answer.fail("timeout", f"not done after {self._target.timeout:g} s")
         except aiohttp.ClientConnectorError as error:
@@ -304,7 +314,7 @@ class HttpEndpoint:
 
 
 def as_text(ids: Prompt) -> str:
-    """A word for each id: prompts that begin with the same ids begin with the same words."""
+    """Return a text with one word per token id; prompts that begin with the same ids begin with the same words."""
     return " ".join(WORDS[token % len(WORDS)] for token in ids if isinstance(token, int))
 
 
@@ -324,7 +334,7 @@ def _ssl(target: Target) -> ssl.SSLContext | bool:
 
 
 async def _facts(target: Target, session: aiohttp.ClientSession) -> ServerFacts:
-    """What the server tells of itself; it need not tell anything."""
+    """Ask the server for its model, length limit and vocabulary size; use defaults for what it does not report."""
     model, longest = target.model, None
     for each in _rows(await _get(session, target.address + "/models")):
         if model is None or each.get("id") == model:
@@ -347,12 +357,12 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Any:
     try:
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=FACTS_SECONDS)) as response:
             return parse_json(await response.read()) if response.status == 200 else None
-    except (aiohttp.ClientError, OSError, ValueError, asyncio.TimeoutError):
+    except (aiohttp.ClientError, OSError, ValueError, TimeoutError):
         return None
 
 
 def _said(refused: Answer, dialect: Dialect, takes_ids: bool) -> str:
-    """One line on what the server did not take."""
+    """Return one line that names the request fields which the server did not accept."""
     left_out = []
     if takes_ids and not dialect.ids:
         left_out.append("prompts as token ids")
@@ -364,7 +374,7 @@ def _said(refused: Answer, dialect: Dialect, takes_ids: bool) -> str:
 
 
 def _message(body: bytes) -> str:
-    """Of an error, on one line."""
+    """Return the message of an HTTP error body on one line of at most 300 characters."""
     text = body.decode(errors="replace")
     try:
         found = parse_json(body)

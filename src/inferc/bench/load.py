@@ -1,4 +1,4 @@
-"""Sends the requests of a plan: each when it is due, whatever became of those before it; or so many under way at once."""
+"""The sender of a planned load: open loop, each request when it is due, or closed loop, a fixed number in flight."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from inferc.errors import InfercError
 
 TICK_SECONDS = 0.02
 WARM_TOKENS = 2
-Progress = Callable[[int, int], None]  # requests that are over, and how many there are
+Progress = Callable[[int, int], None]  # called with the number of finished requests and the number of all requests
 
 
 @dataclass
 class Load:
-    """What came of a load. lags: seconds by which requests were sent later than planned; ticks: by which the event loop that
-    notes when tokens come was later than it wanted to be. cpu: seconds of this process, over those that passed."""
+    """The raw result of a load: the answers, and how far the load generator itself lagged behind.
+
+    lags: seconds by which each request was sent later than planned.
+    ticks: seconds by which the event loop, which records the arrival of tokens, woke up late.
+    cpu: CPU seconds of this process divided by the elapsed seconds.
+    """
 
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
@@ -39,7 +43,7 @@ class Load:
 
 
 class Interrupt:
-    """Whether to stop, by ^C or SIGTERM: the first ends what is under way, the next one ends the process."""
+    """A stop flag for Ctrl-C and SIGTERM: the first signal cancels requests in flight, the next ends the process."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -63,7 +67,7 @@ class Interrupt:
             while taken:
                 loop.remove_signal_handler(taken.pop())
 
-        # Elsewhere than in the main thread nobody sends signals.
+        # Signal handlers can only be installed in the main thread; other threads run without them.
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
             for each in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(each, on_signal)
@@ -75,7 +79,7 @@ class Interrupt:
 
     @asynccontextmanager
     async def ending(self, task: asyncio.Task[None]) -> AsyncIterator[None]:
-        """A task that ends when this is set."""
+        """Cancel `task` if the interrupt is set while the context is active."""
         self._tasks.add(task)
         try:
             yield
@@ -91,10 +95,10 @@ async def run_load(
     seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Load:
-    """Send a plan, and wait for the answers.
+    """Send the requests of a plan and wait for the answers.
 
-    concurrency: so many requests are under way at once, and no new one begins after `seconds`. None: each is sent when it is
-    due, which is when the plan says.
+    concurrency: the number of requests to keep in flight; no new one begins after `seconds`. None: each request is sent
+    at its planned arrival time, whether or not earlier ones have ended.
     """
     load, running = Load(), _Running(endpoint, plan, progress)
     if interrupt.is_set:
@@ -119,7 +123,10 @@ async def run_load(
 
 
 async def warm_up(endpoint: Endpoint, plan: Plan, count: int, seed: int, interrupt: Interrupt) -> None:
-    """As many requests of two tokens at once, whose prompts share nothing with the load's. Raises InfercError if all fail."""
+    """Warm the server up with `count` concurrent requests of two output tokens.
+
+    Their prompts share no prefix with those of the load. Raises InfercError if all of them fail.
+    """
     if not count or not plan.requests:
         return
     warm = [
@@ -140,14 +147,14 @@ async def warm_up(endpoint: Endpoint, plan: Plan, count: int, seed: int, interru
 
 
 class _Running:
-    """Requests under way."""
+    """The requests of one load that are in flight, and the answers recorded so far."""
 
     def __init__(self, endpoint: Endpoint, plan: Plan, progress: Progress | None) -> None:
         self.answers: list[Answer] = []
         self.start = 0.0
         self._endpoint, self._plan, self._progress = endpoint, plan, progress
         self._tasks: set[asyncio.Task[None]] = set()
-        self._faults: list[BaseException] = []  # of ours: what a server does wrong is in the answers
+        self._faults: list[BaseException] = []  # errors of the load generator; errors of the server are in the answers
         self._num_over = 0
 
     def begin(self) -> None:
@@ -157,7 +164,7 @@ class _Running:
         for request in self._plan.requests:
             prepared = self._prepared(request)
             left = request.arrival - (time.perf_counter() - self.start)
-            await asyncio.sleep(max(0.0, left))  # also at 0: those under way have their turn
+            await asyncio.sleep(max(0.0, left))  # even 0 seconds let the requests in flight make progress
             task = asyncio.create_task(self._one(request, request.arrival, prepared))
             self._tasks.add(task)
             task.add_done_callback(self._is_over)
@@ -165,7 +172,7 @@ class _Running:
             await asyncio.wait(set(self._tasks))
 
     async def keep(self, concurrency: int, seconds: float | None) -> None:
-        """`concurrency` under way until all are sent, or for so many seconds."""
+        """Keep `concurrency` requests in flight until all are sent, or until `seconds` have passed."""
         waiting = iter(self._plan.requests)
 
         async def worker() -> None:
@@ -180,7 +187,7 @@ class _Running:
         await asyncio.wait(self._tasks)
 
     async def end(self) -> None:
-        """Cancel what is still under way; its answers stay unfinished. Raises what went wrong in it."""
+        """Cancel the requests still in flight, whose answers stay unfinished, and raise the first internal error."""
         tasks = set(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""An `inferc serve` of our own, for as long as it is measured."""
+"""A temporary `inferc serve` process that a benchmark starts, measures and stops."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 from inferc.errors import ConfigError, InfercError
 
 STOP_SECONDS = 60.0
-DEFAULT_MAX_SEQS, DEFAULT_BUDGET = 64, 512  # of `inferc serve`
+DEFAULT_MAX_SEQS, DEFAULT_BUDGET = 64, 512  # the defaults of `inferc serve`
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """HOST:PORT each."""
+    """The addresses of a server's gRPC and HTTP interfaces, as HOST:PORT each."""
 
     grpc: str
     http: str
@@ -29,14 +29,16 @@ class Addresses:
 
 @contextmanager
 def serving(artifact: Path, options: Sequence[str]) -> Iterator[Addresses]:
-    """Start `inferc serve` on free ports of the loopback interface and yield its addresses; stop it in the end.
+    """Start `inferc serve` on free ports of the loopback interface, yield its addresses, and stop it at the end.
 
-    Raises ConfigError for options that it refuses, InfercError if it ends otherwise, with the last line that it said.
+    Raises ConfigError if the server refuses the options, InfercError if it ends for another reason before it is ready;
+    the message holds the last line that the server printed.
     """
     arguments = [str(artifact), "--host", "127.0.0.1", "--grpc-port", "0", "--http-port", "0", "--json", *options]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as log,
-        # A session of its own: ^C is for the generator, which then still wants to count what has ended.
+        # The server runs in its own session: Ctrl-C must reach only the load generator, which still reports the
+        # requests that have ended.
         subprocess.Popen(
             [sys.executable, "-m", "inferc", "serve", *arguments],
             stdout=subprocess.PIPE,
@@ -70,7 +72,11 @@ def _error(code: int, said: str) -> InfercError:
 
 
 def server_options(flags: Mapping[str, Any], concurrency: int | None = None) -> list[str]:
-    """Of `inferc serve`; with room for so many requests at once, unless a flag or a file says how many."""
+    """Return command-line options of `inferc serve` for these flags.
+
+    The limits are raised so that `concurrency` requests fit into one step, unless a flag or a configuration file sets
+    them.
+    """
     flags = dict(flags)
     if concurrency is not None and flags.get("--config") is None and flags.get("--max-num-seqs") is None:
         if concurrency > DEFAULT_MAX_SEQS:

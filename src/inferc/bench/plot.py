@@ -1,4 +1,4 @@
-"""Pictures of a measurement: of one load how times are spread, of several how they and goodput go with the rate."""
+"""The plots of a measurement: latency distributions of a single load, or latency and goodput by rate of several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inferc.bench.load import Load
 from inferc.bench.report import within
 from inferc.bench.session import Measured, Settings
 from inferc.runtime.simulate.report import check_plot
-from inferc.system.atomic_file import whole_file
+from inferc.system.atomic_file import atomic_write
 
 __all__ = ["check_plot", "draw", "saved_figure"]
 
@@ -26,7 +26,10 @@ MOST_INSTANTS = 400
 
 @contextmanager
 def saved_figure(path: Path, title: str, rows: int, columns: int, size: tuple[float, float]) -> Iterator[list[Any]]:
-    """Axes to draw on, which become PNG, SVG or PDF, whole or not at all. `check_plot` raises beforehand what this would."""
+    """Yield axes to draw on, then save the figure as PNG, SVG or PDF; the file is written whole or not at all.
+
+    `check_plot` raises beforehand the errors that saving would raise.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -43,14 +46,14 @@ def saved_figure(path: Path, title: str, rows: int, columns: int, size: tuple[fl
             ax.set_axisbelow(True)
             if ax.get_legend_handles_labels()[1]:
                 ax.legend(fontsize=8, framealpha=0.8, edgecolor="none")
-        with whole_file(path) as partial:
+        with atomic_write(path) as partial:
             figure.savefig(partial, dpi=140)
     finally:
         plt.close(figure)
 
 
 def draw(path: Path, title: str, measured: Measured, settings: Settings) -> None:
-    """Of one load or several."""
+    """Plot a measurement of one load or of several loads into the file `path`."""
     last = measured.results[-1]
     lengths = f"{last.input_len} tokens in, " if last.input_len else ""
     by_rate = [(load, result) for load, result in zip(measured.loads, measured.results, strict=True) if result.rate]
@@ -93,7 +96,7 @@ def _draw_sweep(
 
 
 def _bands(ax: Any, rates: Sequence[float], values: Sequence[Sequence[float]], title: str, goal: float | None) -> None:
-    """The distribution at each rate: its middle, how far half and nine tenths of it reach, and the 99th percentile."""
+    """Draw the distribution at each rate: the median, bands that hold 50 % and 90 % of it, and the 99th percentile."""
     there = [(rate, np.maximum(each, 1e-3)) for rate, each in zip(rates, values, strict=True) if len(each)]
     if there:
         places = [rate for rate, _ in there]
@@ -140,7 +143,7 @@ def _draw_one(axes: Any, load: Load, result: ServeResult, goals: Goals) -> None:
 def _shares(
     ax: Any, values: Sequence[float], total: int, title: str, what: str, goal: float | None, color: str = BLUE
 ) -> None:
-    """How many of `total` take at most so long; those that have no time never do."""
+    """Draw the cumulative distribution of `values` as shares of `total`; entries without a value never count."""
     if values:
         ordered = np.sort(np.maximum(values, 1e-3))
         ax.plot(ordered, 100 * np.arange(1, len(ordered) + 1) / total, color=color, label=what)
@@ -151,7 +154,7 @@ def _shares(
 
 
 def _plain_numbers(axis: Any) -> None:
-    """20, 50, 100 on a logarithmic axis, in place of powers of ten."""
+    """Label a logarithmic axis with plain numbers (20, 50, 100) in place of powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -1,4 +1,4 @@
-"""What a measurement shows: text, one JSON object, and a file with every request."""
+"""The report of a measurement: text for people, one JSON object, and a file with every request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from inferc.bench.figures import Goals, Percentiles, ServeResult
 from inferc.bench.session import Measured, Settings
-from inferc.system.atomic_file import whole_file
+from inferc.system.atomic_file import atomic_write
 
 FORMAT = 1
 ROWS = (
@@ -23,7 +23,7 @@ NAMES = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def as_json(measured: Measured, settings: Settings) -> dict[str, Any]:
-    """All loads under `loads`; the keys of a single one also beside them."""
+    """Return all loads under the key `loads`; the keys of a single load also appear at the top level."""
     loads = [dataclasses.asdict(each) for each in measured.results]
     by_speed = bool(settings.speeds)
     level = "largest_good_speed" if by_speed else "largest_good_rate"
@@ -40,16 +40,19 @@ def as_json(measured: Measured, settings: Settings) -> dict[str, Any]:
 
 
 def save(path: Path, measured: Measured, settings: Settings, what: dict[str, Any]) -> None:
-    """Everything, each request's times included; written whole or not at all. what: what was measured, in words."""
+    """Write the whole result, with the times of each request, to a file that is written whole or not at all.
+
+    what: a description of what was measured, merged into the JSON object.
+    """
     found = as_json(measured, settings)
     for load, saved in zip(measured.loads, found["loads"], strict=True):
         saved["request_times"] = [each.row() for each in load.answers]
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(json.dumps({"format": FORMAT, **what, **found}, default=str) + "\n")
 
 
 def as_text(measured: Measured, settings: Settings) -> Iterator[str]:
-    """Lines for people."""
+    """Yield the lines of the report for people."""
     facts, results = measured.facts, measured.results
     if not results:
         yield "interrupted before anything was measured"

@@ -1,4 +1,4 @@
-"""One load after the other on a server, and what each was."""
+"""The measurement session: it puts one load after the other on a server and collects the metrics of each."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from inferc.errors import ConfigError
 from inferc.runtime.step.plan import F64
 
 DEFAULT_REQUESTS = 100
-MOST_KEPT = 100_000  # requests of a closed loop that only a time ends
-MOST_SEARCHED = 16  # loads of a search
-ALONE = 0.1  # requests under way, on average, below which a request has the server for itself
+MOST_KEPT = 100_000  # number of requests planned for a closed loop that only a time limit ends
+MOST_SEARCHED = 16  # largest number of loads in a search
+ALONE = 0.1  # mean number of requests in flight below which a request practically has the server for itself
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is to be measured. One of rates, speeds (of a trace's own arrivals) and concurrency says how much at once.
+    """The settings of a measurement; exactly one of rates, speeds and concurrency sets how much load there is.
 
-    find: go on between and beyond the rates until the largest good one is known to a tenth. Of requests and seconds the one
-    that is reached first ends a load.
+    speeds: factors by which the arrivals of a trace are replayed faster.
+    find: continue between and beyond the given rates until the largest good rate is known to within 10 %.
+    requests, seconds: whichever limit is reached first ends a load.
     """
 
     workload: Workload
@@ -42,14 +43,17 @@ class Settings:
     seed: int = 0
     goals: Goals = field(default_factory=Goals)
     find: bool = False
-    first_turn: int = 1  # prompts of loads with other turns are others
+    first_turn: int = 1  # number of the first load; loads with different numbers have different prompts
 
     def __post_init__(self) -> None:
         if self.find and self.concurrency is not None:
             raise ConfigError("--find looks for a request rate; give --rate or --trace to begin with, no --concurrency")
 
     def times(self, level: float | None) -> F64:
-        """Arrivals of a load. level: its rate, or its speed. At another rate they come in the same pattern."""
+        """Return the arrival times of a load in seconds; the pattern is the same at every rate.
+
+        level: the request rate, or the speed of a trace; None for a closed loop.
+        """
         workload, count = self.workload, self.requests
         if isinstance(workload, Replayed):
             count = min(count or len(workload.trace.requests), len(workload.trace.requests))
@@ -79,7 +83,7 @@ class Settings:
 
 @dataclass
 class Measured:
-    """loads and results: of each load, in the order in which they ran."""
+    """The raw loads and the metrics of a measurement, in the order in which the loads ran."""
 
     facts: ServerFacts
     loads: list[Load] = field(default_factory=list)
@@ -99,7 +103,7 @@ class Measured:
 
 
 def measure(target: Target, settings: Settings, progress: Progress) -> Measured:
-    """Warm a server up and put each load on it. An interrupt ends the measurement with what is there."""
+    """Warm a server up and put each load on it; an interrupt ends the measurement with the results so far."""
     return asyncio.run(_measure(target, settings, progress))
 
 
@@ -145,13 +149,13 @@ async def _loads(
 
 
 def _following(measured: Measured, settings: Settings) -> list[float]:
-    """The next level of a search, if there is one."""
+    """Return the next level of a search in a list, which is empty when the search is over."""
     points, last = measured.points(bool(settings.speeds)), measured.results[-1]
     if not points:
         return []
     alone = last.rate is not None and last.e2e_ms is not None and last.rate * last.e2e_ms.mean / 1e3 < ALONE
     if alone and points[-1].share < settings.goals.share:
-        return []  # not even requests that hardly meet another one are good
+        return []  # even requests that practically have the server for themselves are not good
     following = next_rate(points, settings.goals.share, points[-1].rate)
     return [] if following is None else [following]
 

@@ -1,4 +1,4 @@
-"""What a candidate would bear by the simulator: the engine's own scheduler and cache, with steps as long as measured ones."""
+"""The simulation of candidates for `inferc bench tune`: the engine's scheduler and cache with measured step times."""
 
 from __future__ import annotations
 
@@ -35,17 +35,20 @@ from inferc.runtime.simulate.trace import Trace
 from inferc.runtime.step.cost import MIN_STEPS
 from inferc.runtime.text.tokenizer import Text
 
-ALONE = 0.05  # requests under way, on average, below which one has the engine for itself
-LEAST_REQUESTS = 10  # of a load
-LEAST_ALONE = 100  # requests, to see whether those that are alone are good
-MOST_ANSWERS = 10  # times as long as an answer takes, and a load need not be longer
-MOST_TRIES = 3  # of measuring, each twice as long
+ALONE = 0.05  # mean number of requests in flight below which a request practically has the engine for itself
+LEAST_REQUESTS = 10  # smallest number of requests of a load
+LEAST_ALONE = 100  # number of requests simulated to see whether requests that run alone are good
+MOST_ANSWERS = 10  # length of a load, in durations of one answer, beyond which it need not be longer
+MOST_TRIES = 3  # attempts to measure step times, each twice as long as the one before
 
 
 def measure_prices(
     artifact: Artifact, threads: int | None, isa: str, seconds: float, progress: Callable[[float], None]
 ) -> CostFile:
-    """Prices of steps here, up to the largest that a candidate asks for. Raises InfercError if too few run in the time."""
+    """Measure the cost of engine steps on this machine, up to the largest step that a candidate asks for.
+
+    Raises InfercError if too few steps run in the time.
+    """
     engine = load_engine(
         artifact,
         num_threads="auto" if threads is None else threads,
@@ -67,20 +70,22 @@ def measure_prices(
 
 
 def input_lens(workload: Texts, artifact: Artifact) -> list[int]:
-    """Tokens of real texts."""
+    """Return the number of tokens of each prompt of a text workload."""
     text = Text(artifact.tokenizer)
     return [len(text.encode(each) if isinstance(each, str) else text.encode_chat(each)) for each in workload.prompts]
 
 
 @dataclass
 class Simulator:
-    """Plays a workload to candidates, at rates of one ladder: `base` times STEP to the rung's power.
+    """A simulator of a workload on candidates, at the rates of one ladder: `base` * STEP ** rung.
 
-    prices: by the number of threads. seconds: for which a load sends requests, at least LEAST_REQUESTS of them; None: ten times as
-    long as a request takes that has the engine for itself. lens: of real texts.
+    prices: step costs, by the number of threads.
+    seconds: how long a load sends requests (at least LEAST_REQUESTS of them); None means ten times the duration of a
+    request that has the engine for itself.
+    lens: prompt lengths of a text workload.
     """
 
-    settings: Settings  # without rates
+    settings: Settings  # the rates in it are empty; each simulated load sets its own
     prices: dict[int | None, CostFile]
     lens: Sequence[int] = ()
     seconds: float | None = None
@@ -95,7 +100,7 @@ class Simulator:
 
     @cached_property
     def alone_seconds(self) -> float:
-        """The mean time of a request that has the engine for itself."""
+        """The mean duration, in seconds, of a request that has the engine for itself."""
         played = self._play(self._any, 1e-6, LEAST_REQUESTS)
         return float(np.mean([each.latency for each in played.times]))
 
@@ -108,7 +113,7 @@ class Simulator:
         return Candidate(max(SEQS), max(BUDGETS))
 
     def alone(self) -> tuple[float, float, float]:
-        """Of requests that have the engine for themselves: the good share, and the medians of TTFT and TPOT in ms."""
+        """Simulate requests that run alone; return the share of good ones and the medians of TTFT and TPOT in ms."""
         played = self._play(self._any, ALONE / self.alone_seconds, LEAST_ALONE)
         ttft, gaps = (np.median([getattr(each, name) for each in played.times]) for name in ("ttft", "mean_gap"))
         return self._share(played), 1e3 * float(ttft), 1e3 * float(gaps)
@@ -123,12 +128,12 @@ class Simulator:
         return known[rung]
 
     def answer_seconds(self, candidate: Candidate, rung: int) -> float:
-        """The mean time of a request."""
+        """Return the mean duration of a request at a rung, in seconds."""
         played = self._play(candidate, self.rate(rung))
         return float(np.mean([each.latency for each in played.times if each.num_tokens]))
 
     def find(self, candidate: Candidate, first: int) -> int | None:
-        """The highest rung that it bears; None if not even lone requests are good enough."""
+        """Return the highest rung that a candidate sustains; None if not even requests that run alone are good."""
         share = self.goals.share
         known: dict[int, Outcome] = {}
         while (rung := next_rung(borne(known, share), first)) is not None:
@@ -138,17 +143,17 @@ class Simulator:
         return highest_good(borne(known, share))
 
     def good(self, candidate: Candidate) -> float | None:
-        """Good requests a second at the best rate that was played."""
+        """Return the good requests per second at the best simulated rate; None if no rate is sustained."""
         known = self.outcomes.get(candidate, {})
         rung = best_rung(known, self.goals.share)
         return None if rung is None else known[rung].good
 
     def is_below_the_ladder(self, rung: int) -> bool:
-        """There requests are alone, and a lower rate changes nothing."""
+        """Return whether requests run alone at this rung, so that a lower rate changes nothing."""
         return self.rate(rung) * self.alone_seconds < ALONE / STEP
 
     def settings_at(self, rate: float) -> Settings:
-        """The load at a rate."""
+        """Return the settings of a load at one rate."""
         seconds = self.seconds if self.seconds is not None else MOST_ANSWERS * self.alone_seconds
         return self._settings(rate, max(LEAST_REQUESTS, math.ceil(rate * seconds)))
 
@@ -179,7 +184,7 @@ class Simulator:
         return play([replica], self._trace(settings), self.objectives(candidate))
 
     def objectives(self, candidate: Candidate) -> tuple[float | None, float | None]:
-        """That requests name: only a policy that refuses looks at them."""
+        """Return the TTFT and TBT objectives of each request; only a policy that refuses requests uses them."""
         goals = self.goals
         return (goals.ttft_ms, goals.tbt_ms) if parse_policy(candidate.policy).refuses else (None, None)
 
@@ -189,7 +194,7 @@ class Simulator:
 
 
 def _config(prices: CostFile, candidate: Candidate) -> SchedulerConfig:
-    # As a server's: room for all sequences at full length, and at most what the machine had for the measured engine.
+    # The KV cache of a server: blocks for all sequences at full length, but at most as many as the measured engine had.
     room = 1 + candidate.max_num_seqs * -(-prices.max_model_len // prices.block_size)
     return SchedulerConfig(
         max_num_seqs=candidate.max_num_seqs,

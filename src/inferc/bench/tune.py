@@ -1,4 +1,4 @@
-"""The configuration of a server that bears the highest rate: simulated first, then the best few and the default measured."""
+"""The search for the server configuration that sustains the highest rate: simulate all, then measure the best few."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from inferc.errors import ConfigError, InfercError
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.simulate.calibrate import CostFile
 
-# Shares of the time: for the prices of steps, and until when the grid, and then its variants, are simulated.
+# Shares of the total time: for measuring step costs, until the end of simulating the grid, and until the end of
+# simulating its variants.
 PRICES_SHARE, GRID_UNTIL, SIMULATED_UNTIL = 0.08, 0.32, 0.4
 LEAST_PRICES_SECONDS, MOST_PRICES_SECONDS = 2.0, 20.0
-LEAST_ANSWERS, ENOUGH_ANSWERS = (
-    3,
-    5,
-)  # times as long as an answer takes: no load is shorter, and who reads is told if it is
-LOADS = 4  # of a candidate, for which time is set aside
-NUM_VARIED = 2  # of the best of the grid, which are varied in everything else
+# Lengths of a load, in durations of one answer: no load is shorter than the first, and a note is printed if a load is
+# shorter than the second.
+LEAST_ANSWERS, ENOUGH_ANSWERS = 3, 5
+LOADS = 4  # number of loads per candidate for which time is set aside
+NUM_VARIED = 2  # number of the best grid candidates whose other options are varied
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for. settings: the workload and goals, without rates. policies: to be tried beside the default.
+    """The request of a user to tune a server.
 
-    num_measured: candidates that are measured beside the default. seconds: of each load; None: as long as there is time.
+    settings: the workload and goals; its rates are empty.
+    policies: scheduling policies to try besides the default.
+    num_measured: number of candidates that are measured besides the default.
+    seconds: length of each load; None derives it from the time that there is.
     """
 
     artifact: Path
@@ -49,24 +52,28 @@ class Wish:
 
 @dataclass
 class Tuned:
-    """rows: what was measured, the default first, then what was only simulated. winner: None if nothing that was measured bears a rate."""
+    """The result of tuning.
+
+    rows: the measured candidates, the default first, then those that were only simulated.
+    winner: the best candidate; None if no measured candidate sustains any rate.
+    """
 
     default: Candidate
     rows: list[Row]
     winner: Row | None
-    seconds: float  # of each load
+    seconds: float  # length of each load
     machine: str
-    price_error: float  # of steps, relative
+    price_error: float  # relative error of the predicted step times
     notes: list[str]
 
     @property
     def errors(self) -> list[float]:
-        """By how much the measured rates are off the simulated ones, relative to these."""
+        """The differences between measured and simulated rates, relative to the simulated ones."""
         return [each.measured / each.simulated - 1 for each in self.rows if each.measured and each.simulated]
 
 
 class _Clock:
-    """The time that is left."""
+    """A clock that counts how much of the allowed time is spent."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self._start = seconds, time.monotonic()
@@ -80,7 +87,10 @@ class _Clock:
 
 
 def tune(wish: Wish, progress: Progress) -> Tuned:
-    """Raises InfercError if the objectives cannot be met, or the time is too short to measure the default."""
+    """Find the configuration that sustains the highest rate of good requests.
+
+    Raises InfercError if the objectives cannot be met, or the time is too short to measure the default.
+    """
     clock = _Clock(60 * wish.minutes)
     workload = wish.settings.workload
     if isinstance(workload, Replayed) and not workload.rate:
@@ -128,14 +138,14 @@ def tune(wish: Wish, progress: Progress) -> Tuned:
 
 
 def _default(artifact: Artifact) -> Candidate:
-    """As `inferc serve` runs it."""
+    """Return the default configuration of `inferc serve` for an artifact."""
     config = EngineConfig()
     tokens = config.token_budget(str(artifact.manifest["targets"][0]))
     return Candidate(config.max_num_seqs, tokens, config.policy, config.tbt_ms, config.prefix_cache)
 
 
 def _check_lengths(artifact: Artifact, wish: Wish) -> None:
-    """Raises RequestError for a workload that the model does not take."""
+    """Raise RequestError if the workload has requests that are too long for the model."""
     workload, limit = wish.settings.workload, artifact.max_model_len
     if isinstance(workload, Texts):
         longest = max(input_lens(workload, artifact)), max(each or workload.output_len for each in workload.output_lens)
@@ -148,7 +158,7 @@ def _check_lengths(artifact: Artifact, wish: Wish) -> None:
 
 
 def _simulator(wish: Wish, artifact: Artifact, clock: _Clock, progress: Progress) -> Simulator:
-    """With the prices of steps by all cores, and by one less, which would leave a core to the server itself."""
+    """Return a simulator with step costs for all cores, and for one core less, which leaves a core to the server."""
     seconds = min(max(PRICES_SHARE * clock.seconds, LEAST_PRICES_SECONDS), MOST_PRICES_SECONDS)
     cores = available_cores()
     prices: dict[int | None, CostFile] = {}
@@ -164,19 +174,22 @@ def _simulator(wish: Wish, artifact: Artifact, clock: _Clock, progress: Progress
 
 
 def _check_alone(simulator: Simulator) -> None:
-    """Raises InfercError if not even a request that has the engine for itself is good."""
+    """Raise InfercError if not even requests that have the engine for themselves are good."""
     share, ttft, tpot = simulator.alone()
     if share < simulator.goals.share:
         raise InfercError(
             f"simulated, {share:.0%} of the requests are {within(simulator.goals)} where each has the engine for itself"
-            f" (medians: TTFT {ttft:.3g} ms, TPOT {tpot:.3g} ms), expected {simulator.goals.share:.0%}; allow more by --ttft and"
-            " --tbt, or take a smaller model or shorter prompts"
+            f" (medians: TTFT {ttft:.3g} ms, TPOT {tpot:.3g} ms), expected {simulator.goals.share:.0%}; allow more by"
+            " --ttft and --tbt, or take a smaller model or shorter prompts"
         )
 
 
 def _load_seconds(wish: Wish, alone: float, answer: float, clock: _Clock) -> float:
-    """Of each load: so that all fit into the time, and no longer than it takes to see a queue grow. alone and answer: how long a
-    request takes, and takes at the rate that the default bears."""
+    """Return the length of each load in seconds.
+
+    It is short enough that all loads fit into the time, and no longer than a growing queue takes to show.
+    alone: duration of a request that runs alone. answer: duration of a request at the rate that the default sustains.
+    """
     if wish.seconds is not None:
         return wish.seconds
     servers = wish.num_measured + 1
@@ -187,7 +200,10 @@ def _load_seconds(wish: Wish, alone: float, answer: float, clock: _Clock) -> flo
 def _simulate(
     wish: Wish, simulator: Simulator, default: Candidate, first: int, clock: _Clock, progress: Progress
 ) -> tuple[list[Row], list[str]]:
-    """Rows of what there was time for, the default's first. first: a rung near those that they bear."""
+    """Simulate candidates as long as there is time, and return their rows, the default's first, and notes.
+
+    first: the rung at which each search starts; it should be near the rungs that candidates sustain.
+    """
     rows: list[Row] = []
     notes: list[str] = []
 
@@ -216,7 +232,7 @@ def _simulate(
 
 
 def _chosen(rows: Sequence[Row], default: Candidate, count: int) -> list[Row]:
-    """The default, and the best others, of each that do the same the nearest to it."""
+    """Return the default and the `count` best others; of candidates that simulate alike, keep the nearest to it."""
     ordered = sorted(rows[1:], key=lambda row: (-row.key[0], -row.key[1], row.candidate.distance(default)))
     chosen = [rows[0]]
     for row in ordered:
@@ -228,8 +244,11 @@ def _chosen(rows: Sequence[Row], default: Candidate, count: int) -> list[Row]:
 
 
 def _winner(chosen: Sequence[Row], verifier: Verifier, notes: list[str], default: Candidate) -> Row | None:
-    """Who has the most good requests a second, and the default unless another one is better by a step of the ladder, and is so
-    again where there is time."""
+    """Return the candidate with the most good requests per second, or None if no measured candidate sustains a rate.
+
+    The default wins unless another candidate is better by a step of the ladder, and if there is time for a second
+    measurement, better by a step in that one too.
+    """
     own = chosen[0]
     good = [row for row in chosen if row.measured is not None]
     if not good:
@@ -239,7 +258,8 @@ def _winner(chosen: Sequence[Row], verifier: Verifier, notes: list[str], default
         return best
     if (best.measured or 0.0) < STEP * own.measured:
         notes.append(
-            f"{best.candidate.said(default)} was better than the default by less than {STEP - 1:.0%}, which says nothing"
+            f"{best.candidate.said(default)} was better than the default by less than {STEP - 1:.0%}, which says"
+            " nothing"
         )
         return own
     for row in (best, own):
@@ -250,7 +270,9 @@ def _winner(chosen: Sequence[Row], verifier: Verifier, notes: list[str], default
     if best.again.is_borne(verifier.goals.share) and best.again.good >= STEP * max(own.measured, own.again.good):
         return best
     notes.append(
-        f"{best.candidate.said(default)} was better than the default once, and not again ({best.again.good:.3g} good requests/s of"
-        f" {best.again.rate:.3g} sent, the default {own.again.good:.3g}, and {own.measured:.3g} before): the difference is chance"
+        f"{best.candidate.said(default)} was better than the default once, and not again ({best.again.good:.3g} good"
+        " requests/s of"
+        f" {best.again.rate:.3g} sent, the default {own.again.good:.3g}, and {own.measured:.3g} before): the"
+        " difference is chance"
     )
     return own

@@ -1,4 +1,4 @@
-"""What `inferc bench tune` found: a table, one JSON object, a configuration for `inferc serve`, a picture."""
+"""The report of `inferc bench tune`: a table, one JSON object, a configuration file for `inferc serve`, and a plot."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from inferc.bench.plot import BLUE, GREY, ORANGE, saved_figure
 from inferc.bench.report import within
 from inferc.bench.tune import Tuned
 from inferc.bench.verify import Row
-from inferc.system.atomic_file import whole_file
+from inferc.system.atomic_file import atomic_write
 
-MOST_SHOWN = 12  # candidates that were only simulated
+MOST_SHOWN = 12  # largest number of candidates in the table that were only simulated
 NOT_SIMULATED = "what the server and its clients take of the cores, text and the network are in no simulation"
 
 
 def as_text(tuned: Tuned, goals: Goals) -> Iterator[str]:
-    """Lines for people."""
+    """Yield the lines of the report for people."""
     default = tuned.default
     measured = [row for row in tuned.rows if row.is_measured]
-    yield f"good requests/s, where at least {goals.share:.0%} are {within(goals)}; loads of {tuned.seconds:.3g} s; {tuned.machine}"
-    yield f"default: max-num-seqs {default.max_num_seqs}, max-num-batched-tokens {default.max_num_batched_tokens}, policy {default.policy}"
+    yield (
+        f"good requests/s, where at least {goals.share:.0%} are {within(goals)}; loads of {tuned.seconds:.3g} s;"
+        f" {tuned.machine}"
+    )
+    yield (
+        f"default: max-num-seqs {default.max_num_seqs}, max-num-batched-tokens {default.max_num_batched_tokens},"
+        f" policy {default.policy}"
+    )
     width = max(len(row.candidate.said(default)) for row in tuned.rows[: len(measured) + MOST_SHOWN])
     yield f"{'candidate':{width}}  simulated  measured      off   TTFT p50       p99   TPOT p50       p99"
     for row in tuned.rows[: len(measured) + MOST_SHOWN]:
@@ -41,7 +47,7 @@ def as_text(tuned: Tuned, goals: Goals) -> Iterator[str]:
 
 
 def _warnings(tuned: Tuned) -> Iterator[str]:
-    """One line for each kind; --json has them load by load."""
+    """Yield one line for each kind of warning; `--json` lists the warnings load by load."""
     loads = [load for row in tuned.rows for load in row.loads.values()]
     texts = [text for load in loads for text in load.warnings]
     found = Counter(map(_kind, texts))
@@ -51,7 +57,7 @@ def _warnings(tuned: Tuned) -> Iterator[str]:
 
 
 def _kind(warning: str) -> str:
-    """Its first words, whatever the numbers."""
+    """Return the first three words of a warning that are not numbers, which identify its kind."""
     return " ".join([word for word in warning.split() if not word.isdigit()][:3])
 
 
@@ -74,7 +80,8 @@ def _ties(tuned: Tuned) -> str:
     own = tuned.rows[0]
     same = sum(row.does_as(own) for row in tuned.rows[1:])
     return (
-        f"{len(tuned.rows)} candidates were simulated, of which {same} do as the default does: the simulation cannot tell them"
+        f"{len(tuned.rows)} candidates were simulated, of which {same} do as the default does: the simulation cannot"
+        " tell them"
         f" apart, so they were not measured; {NOT_SIMULATED}"
     )
 
@@ -84,8 +91,8 @@ def _errors(tuned: Tuned) -> Iterator[str]:
     if errors:
         mean = sum(map(abs, errors)) / len(errors)
         yield (
-            f"measured rates are {mean:.0%} off the simulated ones on average ({min(errors):+.0%} to {max(errors):+.0%});"
-            f" predicted steps were off by {tuned.price_error:.0%}"
+            f"measured rates are {mean:.0%} off the simulated ones on average ({min(errors):+.0%} to"
+            f" {max(errors):+.0%}); predicted steps were off by {tuned.price_error:.0%}"
         )
         order = [row.measured or 0.0 for row in tuned.rows if row.is_measured]
         if sorted(order[1:], reverse=True) != order[1:]:
@@ -138,27 +145,34 @@ def _json(row: Row, tuned: Tuned) -> dict[str, Any]:
 
 
 def write_config(path: Path, tuned: Tuned, goals: Goals, what: str, isa: str = "auto") -> None:
-    """The winner as `inferc serve --config` reads it; written whole or not at all. what: model and workload, in a line."""
+    """Write the winner as a configuration file for `inferc serve --config`; the file is written whole or not at all.
+
+    what: the model and the workload in one line, for the comment at the top.
+    """
     assert tuned.winner is not None
     winner, own = tuned.winner, tuned.rows[0]
     rates = f"{_rate(winner.measured)} good requests/s, where at least {goals.share:.0%} are {within(goals)}"
     default = "the default" if winner is own else f"by default {_rate(own.measured)}"
+    what, machine = " ".join(what.split()), " ".join(tuned.machine.split())
+    flags = {name.removeprefix("--"): value for name, value in winner.candidate.flags().items() if value is not None}
+    options = [f"{name} = {json.dumps(value)}" for name, value in flags.items()]
+    if isa != "auto":
+        options.append(f"isa = {json.dumps(isa)}")
     lines = [
-        f"# For {' '.join(what.split())}, on {' '.join(tuned.machine.split())}: {rates} ({default}), as inferc bench tune measured.",
-        *(f"{name.removeprefix('--')} = {json.dumps(value)}" for name, value in winner.candidate.flags().items() if value is not None),
-        *([f"isa = {json.dumps(isa)}"] if isa != "auto" else ()),
+        f"# For {what}, on {machine}: {rates} ({default}), as inferc bench tune measured.",
+        *options,
         "# The objectives, for the server's own count of goodput; 0: any time is good.",
         f"goodput-ttft-ms = {goals.ttft_ms or 0:g}",
         f"goodput-tbt-ms = {goals.tbt_ms or 0:g}",
-    ]  # fmt: skip
+    ]
     if winner.candidate.policy == "slo":
         lines.insert(1, "# The policy knows only objectives that requests name: clients send ttft_ms and tbt_ms.")
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def draw(path: Path, title: str, tuned: Tuned, goals: Goals) -> None:
-    """Rates simulated and measured, and the good share over the rate of each candidate that was measured."""
+    """Plot the simulated and measured rates, and the share of good requests by rate, of each measured candidate."""
     measured = [row for row in tuned.rows if row.is_measured]
     with saved_figure(path, title, rows=1, columns=2, size=(12, 2.6 + 0.55 * max(4, len(measured)))) as axes:
         left, right = axes
@@ -187,7 +201,7 @@ def draw(path: Path, title: str, tuned: Tuned, goals: Goals) -> None:
 
 
 def _broken(text: str) -> str:
-    """Over several lines, for the side of a picture."""
+    """Break a label into several lines of about 34 characters, for the axis of a plot."""
     parts, lines = text.split(", "), [""]
     for part in parts:
         if len(lines[-1]) + len(part) > 34 and lines[-1]:

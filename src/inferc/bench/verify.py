@@ -1,4 +1,4 @@
-"""Candidates put to the test: the same loads on a real server of each, as `inferc bench serve` measures them."""
+"""The measurement of candidates for `inferc bench tune`: the same loads on a real server with each configuration."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from inferc.bench.session import Progress, measure
 from inferc.bench.simulated import Simulator
 from inferc.errors import InfercError
 
-MOST_LOADS, MOST_FIRST_LOADS = (
-    6,
-    12,
-)  # of a candidate; of the first, for which nobody knows how far off the simulation is
+# Largest number of loads per candidate. The first candidate may have more, because it is not known yet how far the
+# simulation is off.
+MOST_LOADS, MOST_FIRST_LOADS = 6, 12
 LEAST_TIMEOUT = 5.0
-START_SECONDS = 3.0  # of a server
-GONE = "UNAVAILABLE"  # what a server that is there answers to no load, however large
+START_SECONDS = 3.0  # time that the start of a server takes
+GONE = "UNAVAILABLE"  # a status that a running server never gives, whatever the load: the server is gone
 
 
 @dataclass
 class Row:
-    """A candidate. simulated and measured: good requests a second, None where no rate is borne. loads: that were measured, by
-    rung of the simulator's ladder."""
+    """A candidate with its simulated and measured results.
+
+    simulated, measured: good requests per second; None if no rate is sustained.
+    loads: the measured loads, by rung of the simulator's ladder.
+    """
 
     candidate: Candidate
     simulated_rung: int | None
     simulated: float | None
-    simulated_next: float = 0.0  # the good share at the rate above the highest that it bears
+    simulated_next: float = 0.0  # simulated share of good requests one rung above the highest sustained rung
     loads: dict[int, ServeResult] = field(default_factory=dict)
     measured_rung: int | None = None
     measured: float | None = None
-    again: Outcome | None = None  # once more, at the rate of the winner
+    again: Outcome | None = None  # a second measurement, at the rate of the winner
     is_cut: bool = False  # the search for its rate ended early
     fault: str | None = None  # why it could not be measured
 
@@ -46,18 +48,19 @@ class Row:
 
     @property
     def key(self) -> tuple[float, float]:
-        """By which candidates are ranked before they are measured."""
+        """The sort key that ranks candidates before they are measured."""
         return self.simulated or 0.0, self.simulated_next
 
     def does_as(self, other: Row) -> bool:
-        """Whether the simulation sees no difference."""
+        """Return whether the simulation sees no difference between two candidates."""
         return (self.simulated_rung, self.simulated_next) == (other.simulated_rung, other.simulated_next)
 
 
 class Verifier:
-    """Puts the same loads on servers of the candidates. Raises KeyboardInterrupt where one is interrupted.
+    """A runner that puts the same loads on a server of each candidate.
 
-    What goes wrong with a server is its row's fault, and nothing that was measured of it counts.
+    An interrupted load raises KeyboardInterrupt. An error of a server is recorded in the `fault` of its row, and
+    nothing that was measured on that server counts.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Verifier:
         has_left: Callable[[float], bool],
         progress: Progress,
     ) -> None:
-        """has_left: whether there are so many seconds yet."""
+        """Prepare to measure candidates; `has_left` tells whether a number of seconds is still left."""
         self.goals = simulator.goals
         self._artifact, self._isa, self._logprobs = artifact, isa, logprobs
         self._simulator, self._default = simulator, default
@@ -79,10 +82,10 @@ class Verifier:
         self._longest_output = simulator.longest_output
 
     def measure(self, row: Row) -> None:
-        """Look for the highest rung that is good, as long as there is time.
+        """Search for the highest good rung of a candidate, as long as there is time.
 
-        What no simulation knows costs all of them about the same: the search begins as far below the simulated rung as the one
-        before it ended.
+        Costs that the simulation does not know are about the same for all candidates. The search therefore starts as
+        far from the simulated rung as the search for the candidate before it ended.
         """
         first = (row.simulated_rung or 0) + (self._off or 0)
         if not self._has_time(first):
@@ -112,7 +115,7 @@ class Verifier:
             self._off = highest - (row.simulated_rung or 0)
 
     def measure_again(self, row: Row, rung: int) -> None:
-        """If there is time."""
+        """Measure a candidate a second time at one rung, if there is time."""
         if not self._has_time(rung):
             return
         with suppress(InfercError), self._server(row.candidate) as target:
@@ -141,7 +144,8 @@ class Verifier:
         flags = {**candidate.flags(), "--isa": None if self._isa == "auto" else self._isa}
         goals = self.goals
         timeout = 600.0
-        if goals.ttft_ms is not None and goals.tbt_ms is not None:  # who takes much longer than is good need not end
+        if goals.ttft_ms is not None and goals.tbt_ms is not None:
+            # A request that takes much longer than a good one need not run to its end.
             timeout = max(LEAST_TIMEOUT, 4e-3 * (goals.ttft_ms + goals.tbt_ms * self._longest_output))
         with serving(self._artifact, server_options(flags)) as addresses:
             objectives = self._simulator.objectives(candidate)

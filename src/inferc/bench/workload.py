@@ -1,4 +1,4 @@
-"""What is sent, and when: arrivals, lengths and prompts, the same for the same seed."""
+"""The workload of a benchmark: arrival times, lengths and prompts, which are the same for the same seed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 Prompt: TypeAlias = list[int] | str | list[dict[str, str]]
 
 FIRST_ID = 2  # lower ids are special in most vocabularies
-SIMULATED_BLOCK_TOKENS = 16  # of the trace that stands for made-up requests in a simulation
-TURN_BLOCKS = 1 << 40  # between the hash ids of two loads: what one has cached, the next must not find
-MOST_REQUESTS = 1_000_000  # of one load
+SIMULATED_BLOCK_TOKENS = 16  # block size of the trace that stands for synthetic requests in a simulation
+# Offset between the block hash ids of two loads, so that a load never hits prefix-cache blocks of the one before it.
+TURN_BLOCKS = 1 << 40
+MOST_REQUESTS = 1_000_000  # largest number of requests of one load
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When requests come, at a mean rate.
+    """The arrival process of requests at a mean rate.
 
-    gamma: gaps of this shape, of which 1 is Poisson and less comes more in bursts. burst: `burst_size` at once, by Poisson.
+    poisson: exponential gaps. constant: equal gaps.
+    gamma: gaps from a gamma distribution with shape `burstiness`; 1 equals Poisson, and less is burstier.
+    burst: groups of `burst_size` requests at once; the groups arrive by Poisson.
     """
 
     pattern: Pattern = "poisson"
@@ -37,7 +40,10 @@ class Arrivals:
     burst_size: int = 8
 
     def times(self, rate: float, count: int | None, seconds: float | None, random: np.random.Generator) -> F64:
-        """Seconds since the first, which is at 0; `count` of them, or as many as come in `seconds`, whichever is less."""
+        """Return arrival times in seconds after the first request, which arrives at 0.
+
+        There are `count` of them, or as many as arrive within `seconds`, whichever is less.
+        """
         made: list[F64] = []
         total, last = 0, 0.0
         while (count is None or total < count) and (seconds is None or last < seconds) and total < MOST_REQUESTS:
@@ -66,17 +72,23 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Planned:
-    """One request. arrival: seconds since the load began; where a number of requests is kept under way, it says nothing."""
+    """A planned request.
+
+    arrival: seconds since the load began; a closed loop, which keeps a number of requests in flight, ignores it.
+    """
 
     number: int
     arrival: float
-    input_len: int  # 0 where only the server can tell
+    input_len: int  # number of prompt tokens; 0 if only the server can count them
     output_len: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The requests of one load, by arrival. prompt: makes a request's when it is needed; they may be large together."""
+    """The requests of one load in order of arrival.
+
+    prompt: makes the prompt of a request when it is needed, because all prompts together may not fit into memory.
+    """
 
     requests: Sequence[Planned]
     prompt: Callable[[Planned], Prompt]
@@ -88,9 +100,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Made-up prompts and answers. spread: lengths are uniform between so much less and so much more, as a share.
+    """A synthetic workload of random prompts with given lengths.
 
-    shared_prefix: tokens with which all prompts begin.
+    input_spread, output_spread: lengths are uniform between (1 - spread) and (1 + spread) times the mean length.
+    shared_prefix: number of tokens that are the same at the beginning of all prompts.
     """
 
     input_len: int
@@ -111,7 +124,7 @@ class Lengths:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Tokens of a prompt and an answer, at most."""
+        """The largest number of tokens of a prompt and of an answer."""
         return _range(self.input_len, self.input_spread)[1], _range(self.output_len, self.output_spread)[1]
 
     @property
@@ -119,10 +132,13 @@ class Lengths:
         return _range(self.input_len, self.input_spread)[0]
 
     def plan(self, times: F64, vocab_size: int, seed: int, turn: int) -> Plan:
-        """turn: of the load among several, which are alike, but whose prompts share no more than those of one."""
-        random = [
-            np.random.default_rng((seed, 0, which)) for which in range(2)
-        ]  # as many as there are, the first are the same
+        """Plan the requests of a load.
+
+        turn: the number of the load. Loads with different numbers have the same lengths, but their prompts share
+        nothing beyond the shared prefix.
+        """
+        # The first requests are the same whatever the number of requests.
+        random = [np.random.default_rng((seed, 0, which)) for which in range(2)]
         inputs = _spread(self.input_len, self.input_spread, len(times), random[0])
         outputs = _spread(self.output_len, self.output_spread, len(times), random[1])
         requests = tuple(map(Planned, range(len(times)), times.tolist(), inputs, outputs))
@@ -136,7 +152,7 @@ class Lengths:
         return Plan(requests, prompt)
 
     def as_trace(self, times: F64, seed: int) -> Trace:
-        """The same requests for a simulation; of the shared prefix its whole blocks."""
+        """Return the requests as a trace for the simulator; only the whole blocks of the shared prefix are shared."""
         size = SIMULATED_BLOCK_TOKENS
         shared = range(self.shared_prefix // size)
         rows = []
@@ -149,28 +165,28 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A trace. Its requests come when it says, or by other arrivals, in its order."""
+    """A workload that replays the requests of a trace in order, at the trace's own times or by other arrivals."""
 
     trace: Trace
 
     def plan(self, times: F64, vocab_size: int, seed: int, turn: int) -> Plan:
-        """Equal ids of blocks are equal tokens, within one load."""
+        """Plan the requests of a load; within one load, blocks with equal ids have equal tokens."""
         rows = self.trace.requests[: len(times)]
         rows = tuple(replace(row, blocks=_of_turn(row.blocks, 1 + turn + seed * 1000)) for row in rows)
         requests = tuple(
             Planned(number, when, row.prompt_len, row.output_len)
             for number, (row, when) in enumerate(zip(rows, times.tolist(), strict=False))
         )
-        # Each prompt is made anew: the blocks of a long trace would not fit into memory together.
+        # Each prompt is made when it is needed: the blocks of a long trace would not fit into memory together.
         return Plan(requests, lambda request: Prompts(self.trace, vocab_size).of(rows[request.number]))
 
     @property
     def rate(self) -> float:
-        """Requests a second at its own speed; 0 of a trace that comes at once."""
+        """The requests per second of the trace at its own speed; 0 if all requests arrive at once."""
         return self.rate_of(len(self.trace.requests))
 
     def rate_of(self, count: int) -> float:
-        """The same of its first requests, of all where these come at once."""
+        """Return the requests per second of the first `count` requests, or of all if those arrive at once."""
         rows = self.trace.requests[:count]
         seconds = rows[-1].arrival - rows[0].arrival
         if seconds > 0:
@@ -188,7 +204,10 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts of a file, over and over: a text each, or the messages of a chat. output_lens: 0 where it says none."""
+    """A workload of prompts from a file, repeated as often as needed; each is a text or the messages of a chat.
+
+    output_lens: the output length of each prompt; 0 if the file gives none.
+    """
 
     prompts: tuple[str | list[dict[str, str]], ...]
     output_lens: tuple[int, ...]
@@ -213,7 +232,10 @@ class Texts:
         return Plan(requests, lambda request: self.prompts[place(request.number)])
 
     def as_trace(self, times: F64, seed: int, input_lens: Sequence[int]) -> Trace:
-        """input_lens: tokens of each of `prompts`. Equal texts are equal blocks."""
+        """Return the requests as a trace for the simulator, in which equal texts have equal blocks.
+
+        input_lens: the number of tokens of each of `prompts`.
+        """
         size = SIMULATED_BLOCK_TOKENS
         known = dict(zip(map(str, self.prompts), enumerate(input_lens), strict=True))
         plan, rows = self.plan(times, 0, seed, 0), []
@@ -232,7 +254,11 @@ def read_workload(trace: Path, scale: int) -> Replayed:
 
 
 def read_texts(path: Path, output_len: int) -> Texts:
-    """A JSON object a line with `prompt`, a text, or `messages`; and if wanted `max_tokens`. Raises ConfigError by the line."""
+    """Read prompts from a file with one JSON object per line.
+
+    Each object has `prompt`, a text, or `messages`, and optionally `max_tokens`. Raises ConfigError that names the
+    line.
+    """
     prompts: list[str | list[dict[str, str]]] = []
     lengths = []
     try:

@@ -1,1 +1,1 @@
-"""The command line: `main` and a module a command."""
+"""The command line: the module `main`, and one module per command."""

@@ -1,4 +1,4 @@
-"""`inferc batch`: a file of requests, answered by an artifact here or by a running server."""
+"""The `inferc batch` command, which answers a file of requests with an artifact or with a running server."""
 
 from __future__ import annotations
 
@@ -39,12 +39,21 @@ if TYPE_CHECKING:
 
 ENDPOINT = re.compile(r"(?P<scheme>https?://)?(?P<address>(\[[^\]]+\]|[^/\\\s:]+):\d{1,5})/?")
 MAX_CONCURRENCY = 1024
-# Options of an engine in this process.
+# Options that only apply to an engine in this process.
 OF_AN_ENGINE = (
-    *("threads", "isa", "max_num_seqs", "max_num_batched_tokens", "kv_memory", "pin", "deterministic"),
-    *("prefix_cache", "policy", "trusted_keys", "special_tokens_in_text"),
+    "threads",
+    "isa",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_memory",
+    "pin",
+    "deterministic",
+    "prefix_cache",
+    "policy",
+    "trusted_keys",
+    "special_tokens_in_text",
 )
-OF_A_SERVER = ("api_key", "ca")
+OF_A_SERVER = ("api_key", "ca")  # options that only apply to a running server
 
 
 def batch(
@@ -53,21 +62,26 @@ def batch(
         Path,
         typer.Argument(
             metavar="IN.jsonl",
-            help='Requests, an object a line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions" or'
+            help='Requests, one object per line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions" or'
             ' "/v1/completions", "body": {"messages": […], "max_tokens": 64, …}}.',
         ),
     ],
     out: Annotated[
         Path,
-        typer.Option("-o", "--output", metavar="OUT.jsonl", help="Answers, an object a line, by custom_id."),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="OUT.jsonl",
+            help="File for the answers: one object per line, with the custom_id of its request.",
+        ),
     ],
     engine: Annotated[
         str,
         typer.Option(
             "--engine",
             metavar="OUT|HOST:PORT",
-            help="An artifact, run in this process, or the gRPC endpoint of a running `inferc serve` (with TLS:"
-            " https://HOST:PORT), whose other clients go first.",
+            help="An artifact to run in this process, or the gRPC address of a running `inferc serve` (with TLS:"
+            " https://HOST:PORT), whose other clients then take precedence.",
         ),
     ],
     concurrency: Annotated[
@@ -75,21 +89,24 @@ def batch(
         typer.Option(
             "--concurrency",
             metavar="N",
-            help="Sequences that are open at once (a request has n for each prompt). In this process twice"
-            " --max-num-seqs if not given, on a server what it runs at once and an eighth more.",
+            help="Number of sequences in flight at once (a request has n for each prompt). By default, in this process"
+            " twice --max-num-seqs, on a server an eighth more than it runs at once.",
         ),
     ] = None,
     keep_order: Annotated[
         bool,
         typer.Option(
             "--keep-order",
-            help="Ask in the order of the file. Else requests whose prompts begin alike go one after the other, so that"
-            " the prefix cache finds them.",
+            help="Send requests in the order of the file. By default requests whose prompts begin alike are sent one"
+            " after the other, so that they hit the prefix cache.",
         ),
     ] = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Replace OUT.jsonl, and begin anew where OUT.jsonl.partial is of other requests."),
+        typer.Option(
+            "--force",
+            help="Replace an existing OUT.jsonl, and start over if OUT.jsonl.partial belongs to other requests.",
+        ),
     ] = False,
     api_key: ApiKey = None,
     ca: Ca = None,
@@ -106,14 +123,15 @@ def batch(
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> int:
-    """Answer a file of requests in OpenAI's batch form.
+    """Answer a file of requests in OpenAI's batch format.
 
-    Answers come as they are done, into OUT.jsonl.partial, which becomes OUT.jsonl when all are there. After ^C, or whatever
-    else, the same command goes on where it was. A request that cannot be served is answered with status_code 400 and the
-    reason, and the others go on; a file that is not of this form is refused before anything is done.
+    Answers are written as they complete to OUT.jsonl.partial, which is renamed to OUT.jsonl when all are done. After
+    Ctrl-C or any other interruption, the same command continues where it stopped. A request that cannot be served is
+    answered with status_code 400 and the reason, and the others continue. A file that is not in this format is refused
+    before anything is run.
 
-    The body's `model` is not looked at: --engine says who answers, and the answer names it. A server lets its other
-    clients go first: see docs/batch.md.
+    The `model` in the body is ignored: --engine decides which model answers, and the answer names it. A server gives
+    its other clients precedence, see docs/batch.md.
     """
     from inferc.runtime.openai.batch_file import BatchInput, BatchOutput
     from inferc.runtime.openai.batch_run import BatchRun
@@ -122,7 +140,15 @@ def batch(
         raise ConfigError(f"--concurrency {concurrency}: expected 1 to {MAX_CONCURRENCY}")
     endpoint = None if Path(engine).exists() else _Endpoint.parse(engine, api_key, ca)
     options = engine_options(
-        *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache, policy),
+        threads,
+        isa,
+        max_num_seqs,
+        max_num_batched_tokens,
+        kv_memory,
+        pin,
+        deterministic,
+        prefix_cache,
+        policy,
         trusted_keys=trusted_keys,
     )
     options["special_tokens_in_text"] = special_tokens_in_text
@@ -149,7 +175,7 @@ def batch(
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """A server's gRPC endpoint, and what it takes to be let in."""
+    """The gRPC address of a server, with the credentials for it."""
 
     address: str
     is_tls: bool
@@ -158,13 +184,16 @@ class _Endpoint:
 
     @staticmethod
     def parse(text: str, api_key: str | None, ca: str | None) -> _Endpoint | None:
-        """None for what is no endpoint."""
+        """Parse an address; return None for any other text."""
         found = ENDPOINT.fullmatch(text)
         return None if found is None else _Endpoint(found["address"], found["scheme"] == "https://", api_key, ca)
 
 
 def _check_options(ctx: typer.Context, engine: str, endpoint: _Endpoint | None) -> None:
-    """Refuse options of the other kind of engine. A key from the environment is for whoever asks for one."""
+    """Raise ConfigError for options that do not apply to this kind of engine.
+
+    Only options on the command line count: an API key from the environment is ignored by an engine in this process.
+    """
     names = OF_A_SERVER if endpoint is None else OF_AN_ENGINE
     for name in names:
         source = ctx.get_parameter_source(name)
@@ -198,7 +227,10 @@ def _backend(
 
 
 def _summarize(run: BatchRun, num_before: int, as_json: bool) -> None:
-    """One line on standard error, or an object on standard output. The speed is this run's, the rest is of all answers."""
+    """Print a summary: one line on standard error, or one JSON object on standard output.
+
+    The speed is that of this run; the other numbers count all answers, including those of earlier runs.
+    """
     totals, seconds = run.output.totals, run.seconds
     speed = run.num_tokens / max(seconds, 1e-9)
     if as_json:
@@ -210,6 +242,7 @@ def _summarize(run: BatchRun, num_before: int, as_json: bool) -> None:
     resumed = f", {num_before} of them before" if num_before else ""
     print(
         f"{run.output.path}: {totals.requests} requests{failed}{resumed}, {totals.prompt_tokens} prompt tokens"
-        f" ({totals.cached_tokens} cached), {totals.output_tokens} output tokens, {seconds:.1f} s, {speed:.0f} tokens/s",
+        f" ({totals.cached_tokens} cached), {totals.output_tokens} output tokens, {seconds:.1f} s, {speed:.0f}"
+        " tokens/s",
         file=sys.stderr,
     )

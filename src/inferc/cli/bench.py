@@ -1,4 +1,4 @@
-"""`inferc bench`: speed on this machine."""
+"""The `inferc bench` commands, which measure speed on this machine."""
 
 from __future__ import annotations
 
@@ -29,35 +29,42 @@ from inferc.targets import DEFAULT_TARGET
 
 bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
-Concurrency = Annotated[int, typer.Option("--concurrency", metavar="N", help="Requests under way at once.")]
-Requests = Annotated[int | None, typer.Option("--requests", metavar="N", help="In all; 4 times --concurrency.")]
+Concurrency = Annotated[int, typer.Option("--concurrency", metavar="N", help="Number of requests in flight at once.")]
+Requests = Annotated[
+    int | None,
+    typer.Option("--requests", metavar="N", help="Total number of requests; by default 4 times --concurrency."),
+]
 
 
 @command(bench_app, "kernels")
 def bench_kernels(
     out: Out,
-    input_len: Annotated[int, typer.Option("--input-len", metavar="N", help="Tokens of the prefill step.")] = 512,
+    input_len: Annotated[
+        int, typer.Option("--input-len", metavar="N", help="Number of tokens of the prefill step.")
+    ] = 512,
     num_seqs: Annotated[
-        int, typer.Option("--num-seqs", metavar="N", help="Sequences of a second decode step; 1 leaves it out.")
+        int, typer.Option("--num-seqs", metavar="N", help="Batch size of a second decode step; 1 leaves it out.")
     ] = 8,
     threads: Threads = None,
     isa: Isa = "auto",
     pin: Pin = False,
     as_json: Json = False,
 ) -> None:
-    """Where the time of a step goes: each kernel in one prefill step, and in decode steps of one and of several sequences.
+    """Show where the time of a step goes: the time of each kernel in a prefill step and in decode steps.
 
-    Beside each stand its bytes and operations a second, and how near it is to the roofline: the time that its bytes take
-    at the bandwidth of memory, or its products at the peak of the instruction set, whichever is longer, as a share of the
-    time that it took. Both limits are measured first. Bytes are of weights, K and V; activations stay in the caches.
+    There is one decode step of one sequence and one of --num-seqs sequences. Each row shows bytes and operations per
+    second and how near the kernel is to the roofline: the time that its bytes take at memory bandwidth, or its
+    operations at the peak of the instruction set, whichever is longer, as a share of the time that it took. Both limits
+    are measured first. Bytes are those of weights, K and V; activations stay in the CPU caches.
 
-    Of the prefill step the matrix products follow, with how the compiler cut them for the caches, and their speed as a
-    share of what its model of their cost expects: far below one, the model does not know this machine.
+    For the prefill step the matrix products follow, with the tiles that the compiler chose for the CPU caches, and
+    their speed as a share of what the compiler's cost model expects: if it is far below one, the model does not fit
+    this machine.
     """
     from inferc.config import EngineConfig, available_cores, from_dict
     from inferc.runtime.artifact.load import load_artifact
     from inferc.runtime.measure.profile import measure_limits, profile_step
-    from inferc.runtime.runners.cpu.runner import ModelRunner
+    from inferc.runtime.runners.cpu.runner import CpuRunner
 
     if input_len < 1 or num_seqs < 1:
         raise ConfigError(f"--input-len {input_len} and --num-seqs {num_seqs}: expected at least 1 of each")
@@ -69,7 +76,7 @@ def bench_kernels(
         )
     artifact.verify_weights().wait()
     options = engine_options(threads, isa, num_seqs, max(16, input_len), pin=pin, prefix_cache=False)
-    runner = ModelRunner(artifact, from_dict(EngineConfig, options))
+    runner = CpuRunner(artifact, from_dict(EngineConfig, options))
     try:
         with progress("bench kernels"):
             limits = measure_limits(runner, threads or available_cores())
@@ -98,7 +105,8 @@ def bench_kernels(
         if step.products:
             say("  products, as they are blocked, with what is fused to them")
             say(
-                f"  {'outputs x k, bits':32} {'calls':>5} {'ms':>10} {'rows':>5} {'k bytes':>7} {'pairs':>5} {'GFLOP/s':>8} {'of model':>8}"
+                f"  {'outputs x k, bits':32} {'calls':>5} {'ms':>10} {'rows':>5} {'k bytes':>7} {'pairs':>5}"
+                f" {'GFLOP/s':>8} {'of model':>8}"
             )
         for each in step.products:
             size = f"{each.n} x {each.k}, {8 * each.row_bytes} by {8 * each.weight_bytes:g}"
@@ -125,7 +133,7 @@ def bench_latency(
     pin: Pin = False,
     as_json: Json = False,
 ) -> None:
-    """One request alone: time to first token, prefill and decode speed, shares of the machine's ceilings."""
+    """Measure a single request: time to first token, prefill and decode speed, and shares of the machine's limits."""
     from inferc.config import available_cores
     from inferc.runtime.artifact.load import load_artifact
     from inferc.runtime.measure.bench import latency, model_cost
@@ -150,7 +158,7 @@ def bench_throughput(
     kv_memory: KVMemory = "auto",
     as_json: Json = False,
 ) -> None:
-    """Many requests at once: output tokens per second."""
+    """Measure many requests at once: output tokens per second."""
     from inferc.runtime.artifact.load import load_artifact
     from inferc.runtime.measure.bench import model_cost, throughput
 

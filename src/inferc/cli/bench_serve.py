@@ -1,4 +1,4 @@
-"""`inferc bench serve`: load on a server, and what its clients see."""
+"""The `inferc bench serve` command, which puts load on a server and measures what its clients see."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def bench_serve(
         str,
         typer.Argument(
             metavar="OUT|URL|HOST:PORT",
-            help="An artifact, which gets a server of its own; http(s)://HOST:PORT of any server with OpenAI's interface; or"
-            " HOST:PORT of inferc's gRPC.",
+            help="The server: an artifact, for which a server is started; http(s)://HOST:PORT of any server with"
+            " OpenAI's interface; or HOST:PORT of inferc's gRPC interface.",
         ),
     ],
     rate: Annotated[
@@ -56,7 +56,8 @@ def bench_serve(
         typer.Option(
             "--rate",
             metavar="R[,R2,…]",
-            help="Open loop: requests come at so many a second, whatever becomes of those before. One load after the other.",
+            help="Open loop: send R requests per second, whether or not earlier ones have been answered. Several rates"
+            " are measured one after the other.",
         ),
     ] = None,
     concurrency: Annotated[
@@ -64,16 +65,22 @@ def bench_serve(
         typer.Option(
             "--concurrency",
             metavar="N",
-            help="Closed loop, without --rate and --trace: so many requests under way at once; 8.",
+            help="Closed loop, without --rate and --trace: keep N requests in flight; by default 8.",
         ),
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option("--requests", metavar="N", help="Of each load: 100, all of a --trace, or 4 times --concurrency."),
+        typer.Option(
+            "--requests",
+            metavar="N",
+            help="Requests per load; by default 100, all of a --trace, or 4 times --concurrency.",
+        ),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option("--seconds", metavar="S", help="No request begins later in a load; its answers are waited for."),
+        typer.Option(
+            "--seconds", metavar="S", help="Stop sending requests after S seconds of a load; wait for their answers."
+        ),
     ] = None,
     arrive: Pattern = "poisson",
     burstiness: Burstiness = 1.0,
@@ -87,7 +94,7 @@ def bench_serve(
     trace: TraceFile = None,
     scale: Scale = 1,
     speed: Annotated[
-        str | None, typer.Option("--speed", metavar="X[,X2,…]", help="Replay the trace at so many times its rate.")
+        str | None, typer.Option("--speed", metavar="X[,X2,…]", help="Replay the trace at X times its own rate.")
     ] = None,
     ttft: Ttft = 500.0,
     tbt: Tbt = 100.0,
@@ -96,13 +103,16 @@ def bench_serve(
         bool,
         typer.Option(
             "--find",
-            help="Go on with other rates (or speeds) until the largest at which --share of the requests are good is known to a tenth: twice or half the last one, then between the two that surround it.",
+            help="Search for the largest rate (or speed) at which --share of the requests are good, to within 10 %:"
+            " double or halve the rate, then bisect.",
         ),
     ] = False,
     warmup: Annotated[
         int | None,
         typer.Option(
-            "--warmup", metavar="N", help="Requests of two tokens before all else: as many as --concurrency, else 4."
+            "--warmup",
+            metavar="N",
+            help="Warm-up requests of two tokens before the first load; by default as many as --concurrency, or 4.",
         ),
     ] = None,
     seed: Seed = 0,
@@ -111,24 +121,29 @@ def bench_serve(
         typer.Option(
             "--endpoint",
             metavar="grpc|completions|chat",
-            help="The interface: gRPC of OUT and HOST:PORT, else OpenAI's completions.",
+            help="Interface to use: by default grpc for OUT and HOST:PORT, completions for a URL.",
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Of the server's models; its first one if not given.")
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Which of the server's models to use; by default its first one."),
     ] = None,
     api_key: ApiKey = None,
     ca: Ca = None,
     vocab_size: Annotated[
         int | None,
         typer.Option(
-            "--vocab-size", metavar="N", help="Made-up token ids are below it; what the server says, else 10000."
+            "--vocab-size",
+            metavar="N",
+            help="Random prompts use token ids below N; by default the vocabulary size that the server reports, or"
+            " 10000.",
         ),
     ] = None,
     ignore_eos: Annotated[
         bool,
         typer.Option(
-            "--ignore-eos/--no-ignore-eos", help="Answers are as long as asked for, where the server can do that."
+            "--ignore-eos/--no-ignore-eos",
+            help="Ask for answers of exactly the requested length, if the server supports that.",
         ),
     ] = True,
     temperature: Annotated[
@@ -136,58 +151,105 @@ def bench_serve(
         typer.Option(
             "--temperature",
             metavar="T",
-            help="0: greedy.",
+            help="Sampling temperature; 0 is greedy.",
         ),
     ] = 0.0,
     logprobs: Annotated[
         bool,
         typer.Option(
             "--logprobs",
-            help="Ask for log probabilities: they cost some time, but a token that is no text, as of a model of random weights,"
-            " is then sent when it is there, and not with the next text.",
+            help="Ask for log probabilities. They cost some time, but a token without text, as a model with random"
+            " weights often makes, is then sent at once and not together with the next text.",
         ),
     ] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", help="A request that takes longer has failed.")
+        float, typer.Option("--timeout", metavar="S", help="A request that takes longer counts as failed.")
     ] = 600.0,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE.toml", help="For OUT's server, as `inferc serve --config` takes it."),
+        typer.Option(
+            "--config",
+            metavar="FILE.toml",
+            help="Configuration of the server that is started for OUT, see `inferc serve --config`.",
+        ),
     ] = None,
     threads: Threads = None,
     isa: Isa = "auto",
     pin: Pin = False,
     max_num_seqs: Annotated[
         int | None,
-        typer.Option("--max-num-seqs", metavar="N", help="Of OUT's server, as the next ones: see `inferc serve`."),
+        typer.Option(
+            "--max-num-seqs",
+            metavar="N",
+            help="For the server that is started for OUT: largest number of sequences that run at once.",
+        ),
     ] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option("--max-num-batched-tokens", metavar="N")] = None,
-    kv_memory: Annotated[str | None, typer.Option("--kv-memory", metavar="BYTES")] = None,
-    prefix_cache: Annotated[bool | None, typer.Option("--prefix-cache/--no-prefix-cache", show_default=False)] = None,
-    policy: Annotated[str | None, typer.Option("--policy", metavar="NAME")] = None,
-    tbt_ms: Annotated[float | None, typer.Option("--tbt-ms", metavar="MS")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-num-batched-tokens",
+            metavar="N",
+            help="For the server that is started for OUT: most tokens that one step computes.",
+        ),
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-memory", metavar="BYTES", help="For the server that is started for OUT: size of its KV cache."
+        ),
+    ] = None,
+    prefix_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            show_default=False,
+            help="For the server that is started for OUT: whether it has a prefix cache.",
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            help="For the server that is started for OUT: its scheduling policy, see `inferc serve`.",
+        ),
+    ] = None,
+    tbt_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--tbt-ms",
+            metavar="MS",
+            help="For the server that is started for OUT: target time between tokens, see `inferc serve`.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.json", help="Keep everything, each request's times included."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE.json",
+            help="Write the whole result to a file, with the times of each request.",
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="A picture: .png, .svg or .pdf (needs inferc[plot])."),
+        typer.Option("--plot", metavar="FILE", help="Write a plot as .png, .svg or .pdf (needs inferc[plot])."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Put load on a server and say what its clients see: TTFT, ITL, TPOT and whole requests, throughput, goodput.
+    """Put load on a server and report what its clients see: TTFT, ITL, TPOT, latency, throughput and goodput.
 
-    Open loop (--rate, --trace): requests come as they would from many users, also while the server falls behind; this is
-    what shows how much it can take. Closed loop (--concurrency): each of N clients asks again when it has its answer.
+    Open loop (--rate, --trace): requests arrive as they would from many users, even while the server falls behind; this
+    shows how much load the server can take. Closed loop (--concurrency): each of N clients sends its next request when
+    it has its answer.
 
-    With several rates, the table shows goodput over the rate, and the largest rate at which --share of the requests are good.
-    Let a load last several times as long as an answer takes, or a queue has no time to grow.
+    With several rates, the table shows goodput by rate, and the largest rate at which --share of the requests are good.
+    Let a load last several times as long as an answer takes; otherwise a queue has no time to grow.
 
     Requests that fail or are refused (429, 503, RESOURCE_EXHAUSTED) are counted by status, and none of them is good.
-    Prompts are made-up token ids where the server takes them, else words; TTFT is from the
-    sending of a request. The generator says how late it was itself, and warns when that spoils the figures. ^C ends the
-    load and shows what is there.
+    Prompts are random token ids if the server takes them, otherwise words. TTFT is measured from the sending of a
+    request. The load generator reports how late it was itself, and warns if that distorts the results. Ctrl-C ends the
+    load and shows the results so far.
     """
     check_counts(requests=requests, seconds=seconds, concurrency=concurrency, timeout=timeout, vocab_size=vocab_size)
     if warmup is not None and warmup < 0:
@@ -264,7 +326,11 @@ def bench_serve(
 def target_of(
     where: str, endpoint: str | None, flags: dict[str, Any], concurrency: int | None = None, **rest: Any
 ) -> Iterator[Target]:
-    """The server that `where` says, started if that is an artifact. rest: fields of Target. Raises ConfigError."""
+    """Yield the server that `where` names, and start one if `where` is an artifact.
+
+    flags: options of the server that is started. rest: fields of Target. Raises ConfigError for options that do not
+    apply.
+    """
     from inferc.bench.endpoints import KINDS, Target
     from inferc.bench.own_server import server_options, serving
     from inferc.runtime.artifact.load import load_artifact
@@ -282,7 +348,7 @@ def target_of(
     for name in ("api_key", "ca"):
         if rest.get(name):
             raise ConfigError(f"--{name.replace('_', '-')} is for a server that runs already; {where} is an artifact")
-    load_artifact(Path(where))  # what is wrong with it, said before a process is started
+    load_artifact(Path(where))  # reports a broken artifact before a process is started
     kind = kind or "grpc"
     rest["api_key"] = None
     with serving(Path(where), server_options(flags, concurrency)) as addresses:

@@ -1,4 +1,4 @@
-"""`inferc bench tune`: the configuration of `inferc serve` that bears the most requests within objectives."""
+"""The `inferc bench tune` command, which finds the configuration of `inferc serve` with the best goodput."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def bench_tune(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE.toml", help="Write the best one, for `inferc serve OUT --config FILE.toml`."
+            "--output",
+            "-o",
+            metavar="FILE.toml",
+            help="Write the best configuration to a file for `inferc serve OUT --config FILE.toml`.",
         ),
     ] = None,
     minutes: Annotated[
@@ -47,19 +50,22 @@ def bench_tune(
         typer.Option(
             "--minutes",
             metavar="M",
-            help="The whole time: two fifths to measure steps and simulate, the rest on servers.",
+            help="Total time: two fifths to measure step times and simulate, the rest to measure real servers.",
         ),
     ] = 15.0,
     measured: Annotated[
-        int, typer.Option("--measured", metavar="N", help="Candidates that are measured beside the default.")
+        int,
+        typer.Option(
+            "--measured", metavar="N", help="Number of candidates to measure on real servers, besides the default."
+        ),
     ] = 3,
     policy: Annotated[
         list[str] | None,
         typer.Option(
             "--policy",
             metavar="NAME",
-            help="To be tried beside fcfs; may be given many times; sjf if not given. slo works where clients name ttft_ms and"
-            " tbt_ms, and its load does.",
+            help="A scheduling policy to try besides fcfs; may be repeated; by default sjf. slo only has an effect if"
+            " clients send ttft_ms and tbt_ms with each request, as this command then does.",
         ),
     ] = None,
     seconds: Annotated[
@@ -67,7 +73,7 @@ def bench_tune(
         typer.Option(
             "--seconds",
             metavar="S",
-            help="How long each load sends requests: ten times as long as an answer takes, if there is time.",
+            help="How long each load sends requests; by default ten times the duration of an answer, if there is time.",
         ),
     ] = None,
     arrive: Pattern = "poisson",
@@ -84,7 +90,7 @@ def bench_tune(
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="The requests of a trace, as `inferc simulate` takes it, in its own pattern, faster and slower.",
+            help="Use the requests of a trace (see `inferc simulate`) in its own arrival pattern, faster and slower.",
         ),
     ] = None,
     scale: Scale = 1,
@@ -94,25 +100,27 @@ def bench_tune(
         bool,
         typer.Option(
             "--logprobs",
-            help="The load asks for log probabilities: for models of random weights, see `inferc bench serve`.",
+            help="Ask for log probabilities; useful for models with random weights, see `inferc bench serve`.",
         ),
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="A picture: .png, .svg or .pdf (needs inferc[plot]).")
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Write a plot as .png, .svg or .pdf (needs inferc[plot])."),
     ] = None,
     as_json: Json = False,
 ) -> int:
     """Find the configuration of `inferc serve` with the best goodput for a workload on this machine, and write it.
 
-    Best is who ends the most good requests a second, at a rate at which --share of them are within both objectives and answers
-    keep up. The prices of steps are measured here first; then the engine's own scheduler plays the workload to a grid of
-    candidates (max-num-seqs, max-num-batched-tokens, tbt-ms, then policies, threads and the prefix cache of the best
-    two), which takes seconds each. The best few that differ, and the default, get a real server and the same loads, by
-    which they are judged. Rates are 10 % apart, and a winner must beat the default by as much, twice: else the default is kept.
+    The best configuration completes the most good requests per second, at a rate at which --share of the requests meet
+    both objectives and answers keep up with arrivals. The times of engine steps are measured here first. Then the
+    engine's own scheduler simulates the workload for a grid of candidates (max-num-seqs, max-num-batched-tokens,
+    tbt-ms, then policies, threads and the prefix cache for the best two), which takes seconds each. The best few
+    candidates that differ, and the default, are judged by the same loads on a real server. Rates are 10 % apart, and a
+    winner must beat the default by as much, twice; otherwise the default is kept.
 
-    The table shows goodput of each candidate, simulated and measured, and how far the simulation was off. It knows
-    neither the server's own work nor the clients', which share the cores here, so it is for ranking. Leave the machine
-    alone meanwhile.
+    The table shows the goodput of each candidate, simulated and measured, and how far the simulation was off. The
+    simulation knows neither the server's own work nor that of the clients, which share the cores here, so it only ranks
+    candidates. Do not use the machine for anything else meanwhile.
     """
     check_counts(minutes=minutes, seconds=seconds)
     if measured < 1:

@@ -1,4 +1,4 @@
-"""What the modules of the command line share: options, streams, errors turned into exit codes, an engine at hand."""
+"""The shared parts of the command line: common options, standard streams, exit codes for errors, and an engine."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-MAX_COUNT = 2**31 - 1  # steps count in int32
+MAX_COUNT = 2**31 - 1  # counts of a step are int32
 MAX_BYTES = 2**63 - 1
 Command = TypeVar("Command", bound=Callable[..., int | None])
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The artifact: a folder that `inferc compile` wrote.")]
 Threads = Annotated[
-    int | None, typer.Option("--threads", metavar="N", help="CPU threads; one for each core if not given.")
+    int | None, typer.Option("--threads", metavar="N", help="Number of CPU threads; by default one per core.")
 ]
 Pin = Annotated[
     bool,
     typer.Option(
-        "--pin/--no-pin", help="Each thread stays on a core of its own: for a machine with nothing else to do."
+        "--pin/--no-pin", help="Pin each thread to its own core; use it only on a machine that does nothing else."
     ),
 ]
 Isa = Annotated[
@@ -48,21 +48,22 @@ Isa = Annotated[
     typer.Option(
         "--isa",
         metavar="avx2|avx512|amx|neon|neon_bf16|auto",
-        help="Instruction set; auto: the best of the artifact's that this machine runs.",
+        help="CPU instruction set; auto takes the best one that both the artifact and this machine support.",
     ),
 ]
 Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="On a GPU: kernels whose results depend neither on the batch nor on how prompts are cut. A CPU's never do.",
+        help="On a GPU, use kernels whose results depend neither on the rest of the batch nor on how prompts are split"
+        " into steps. On a CPU results never depend on these.",
     ),
 ]
 PrefixCache = Annotated[
     bool,
     typer.Option(
         "--prefix-cache/--no-prefix-cache",
-        help="Keep K and V that were computed, for prompts that begin with the same tokens.",
+        help="Keep the KV cache of finished requests and reuse it for prompts that begin with the same tokens.",
     ),
 ]
 KVDisk = Annotated[
@@ -70,21 +71,28 @@ KVDisk = Annotated[
     typer.Option(
         "--kv-disk",
         metavar="DIR",
-        help="Keep K and V in files there as well: of what the memory has no room for, and for the next run.",
+        help="Also keep the prefix cache in files in this folder: blocks that no longer fit in memory, and blocks for"
+        " the next run.",
     ),
 ]
 KVDiskSize = Annotated[
     str,
-    typer.Option("--kv-disk-size", metavar="BYTES", help="Of these files: 16GiB, at most half of what is free there."),
+    typer.Option(
+        "--kv-disk-size",
+        metavar="BYTES",
+        help="Largest size of the files in --kv-disk; by default 16GiB, but at most half of the free space there.",
+    ),
 ]
 KVEvict = Annotated[
     str | None,
     typer.Option(
         "--kv-evict",
         metavar="sinks:N+window:M|heavy-hitters:N",
-        help="Each sequence forgets all but its first N tokens and its last M, or all but N tokens, half of which are the"
-        " last and half those that attention looks at most: it never ends for want of memory, and what it says is not the"
-        " model's own any more; answers tell how much was forgotten.",
+        help="Evict old tokens from each sequence's KV cache. sinks:N+window:M keeps the first N and the last M tokens."
+        " heavy-hitters:N keeps N tokens: half of them the last ones, half those with the most attention. A sequence"
+        " then"
+        " never ends because the cache is full, but its text differs from the full model's; answers report how many"
+        " tokens were forgotten.",
     ),
 ]
 SpecialTokensInText = Annotated[
@@ -92,8 +100,8 @@ SpecialTokensInText = Annotated[
     typer.Option(
         "--special-tokens-in-text",
         metavar="allow|refuse|escape",
-        help="Control tokens (<|im_end|>) that a prompt or a message spells: taken for what they are, refused, or read as"
-        " the text that they are.",
+        help="What to do if a prompt or message contains the text of a control token such as <|im_end|>: allow treats"
+        " it as the token, refuse rejects the request, escape treats it as plain text.",
     ),
 ]
 Policy = Annotated[
@@ -101,8 +109,9 @@ Policy = Annotated[
     typer.Option(
         "--policy",
         metavar="NAME",
-        help="Who goes first: fcfs (first come), priority, mlq (multi-level queue), sjf (shortest job), lpm (longest"
-        " prefix match), slo (by the requests' objectives); static or window:50ms, batches that nobody joins.",
+        help="Scheduling policy, which decides which requests run first: fcfs (first come, first served), priority, mlq"
+        " (multi-level queue), sjf (shortest job first), lpm (longest prefix match), slo (by the latency objectives of"
+        " the requests). static and window:50ms run fixed batches that no later request joins.",
     ),
 ]
 TbtMs = Annotated[
@@ -110,8 +119,8 @@ TbtMs = Annotated[
     typer.Option(
         "--tbt-ms",
         metavar="MS",
-        help="Cut prompts, and let no more sequences decode at once, so that no step takes longer while tokens are being"
-        " generated.",
+        help="Target time between tokens: prompts are split and the number of sequences that decode together is"
+        " limited, so that no step takes longer than this while tokens are being generated.",
     ),
 ]
 Record = Annotated[
@@ -119,8 +128,8 @@ Record = Annotated[
     typer.Option(
         "--record",
         metavar="FILE",
-        help="Write every request that ends to FILE, with its seed, tokens and log probabilities: `inferc replay FILE`"
-        " runs it again and compares each bit.",
+        help="Write every finished request to FILE, with its seed, tokens and log probabilities. `inferc replay FILE`"
+        " runs the requests again and compares the results bit for bit.",
     ),
 ]
 Tap = Annotated[
@@ -128,8 +137,8 @@ Tap = Annotated[
     typer.Option(
         "--tap",
         metavar="NAME",
-        help="Keep the values of a node, for example layers.3.attention.out or 'layers.*.attention.out'; may be repeated."
-        " program.json lists them under observable.",
+        help="Save the values of a node of the model, for example layers.3.attention.out or 'layers.*.attention.out';"
+        " may be repeated. The artifact's program.json lists the names under observable.",
     ),
 ]
 TrustedKeys = Annotated[
@@ -137,28 +146,35 @@ TrustedKeys = Annotated[
     typer.Option(
         "--trusted-keys",
         metavar="FILE",
-        help="Load only what one of the keys of FILE signed (`inferc sign`); lines as in a .pub file of OpenSSH.",
+        help="Load only artifacts that are signed (`inferc sign`) with a key in FILE, which has one public key per line"
+        " in OpenSSH's .pub format.",
     ),
 ]
-MaxSeqs = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once.")]
+MaxSeqs = Annotated[
+    int, typer.Option("--max-num-seqs", metavar="N", help="Largest number of sequences that run at once.")
+]
 MaxBatchedTokens = Annotated[
     int | None,
-    typer.Option("--max-num-batched-tokens", metavar="N", help="Token budget of a step: 512, on a GPU 8192."),
+    typer.Option(
+        "--max-num-batched-tokens",
+        metavar="N",
+        help="Token budget: the most tokens that one step computes; by default 512, on a GPU 8192.",
+    ),
 ]
-KVMemory = Annotated[str, typer.Option("--kv-memory", metavar="BYTES", help="KV cache size, for example 2GiB.")]
+KVMemory = Annotated[str, typer.Option("--kv-memory", metavar="BYTES", help="Size of the KV cache, for example 2GiB.")]
 
 
 class OutputError(InfercError):
-    """Standard output takes no more."""
+    """An error in writing to standard output, for example because the disk is full."""
 
 
 def command(
     group: typer.Typer, name: str, environment: str | None = None, foreign: Mapping[str, str] | None = None
 ) -> Callable[[Command], Command]:
-    """Register a command. It may return an exit code; its errors become one line on standard error and a code.
+    """Register a command, which may return an exit code; its errors become one line on standard error and a code.
 
-    environment: the prefix of the variables that its options may be given by. foreign: options of other commands and programs
-    that somebody may type by habit, and what to say of each.
+    environment: the prefix of environment variables that may set the options of the command.
+    foreign: options of other commands and programs that a user may type by habit, and the message for each.
     """
     settings = {"auto_envvar_prefix": environment}
     kind = type("Guided", (_Guided,), {"foreign": foreign or {}})
@@ -174,7 +190,7 @@ def command(
                     sys.stdout.flush()
             except KeyboardInterrupt:
                 code = fail("interrupted", INTERRUPTED)
-            except BrokenPipeError:  # the reader of our output left, as `head` does
+            except BrokenPipeError:  # the reader of our output closed the pipe, as `head` does
                 _discard_output()
             except InfercError as error:
                 log.info("the command failed", exc_info=error)
@@ -185,7 +201,7 @@ def command(
                 log.info("the command failed", exc_info=error)
                 if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
                     code = fail(out_of_memory(), 1)
-                else:  # a fault of ours: one line for the user, the rest on request
+                else:  # an internal error: show one line, and the traceback only on request
                     code = fail(f"{type(error).__name__}: {error}; INFERC_DEBUG=1 shows where, please report it", 1)
             if code:
                 raise typer.Exit(code)
@@ -196,16 +212,17 @@ def command(
 
 
 class _Guided(TyperCommand):
-    """A command that says in one line what to do instead of a foreign option."""
+    """A command that answers an option of another program with one line that says what to use instead."""
 
     foreign: ClassVar[Mapping[str, str]] = {}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = [each.partition("=")[0] for each in args]  # parsing takes them off the list
+        given = [each.partition("=")[0] for each in args]  # copied first, because parsing empties the list
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            unknown = getattr(error, "option_name", None) or ""  # of -ngl 99 its first letter, as of -c4096
+            # For short options such as `-ngl 99` or `-c4096` the parser reports only the first letter.
+            unknown = getattr(error, "option_name", None) or ""
             candidates = [each for each in (*given, unknown) if unknown and each.startswith(unknown)]
             option = next((each for each in candidates if each in self.foreign), None)
             if option is None:
@@ -219,7 +236,7 @@ def fail(message: str, code: int) -> int:
 
 
 def missing(error: ModuleNotFoundError) -> str:
-    """What to say of a package that a command needs and does not find: which of inferc's extras brings it."""
+    """Return the error message for a missing package, which names the extra of inferc that installs it."""
     package = (error.name or "").split(".")[0]
     extras = {
         "compile": ("torch", "transformers", "safetensors"),
@@ -241,7 +258,7 @@ def out_of_memory() -> str:
 
 
 def open_streams() -> None:
-    """Make the standard streams usable: one that is closed reads and writes nothing, and every character can leave."""
+    """Make the standard streams usable: replace closed ones with the null device and allow any character in output."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open to the end of the process)
@@ -250,7 +267,7 @@ def open_streams() -> None:
 
 
 def say(text: str = "", end: str = "\n", flush: bool = False) -> None:
-    """Print on standard output. Raises OutputError if it takes no more."""
+    """Print on standard output. Raises OutputError if it cannot be written."""
     with writing():
         print(text, end=end, flush=flush)
 
@@ -261,7 +278,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Writes to standard output and to nothing else: an OSError is then an OutputError."""
+    """Turn an OSError into an OutputError; the body must write to standard output and to nothing else."""
     try:
         yield
     except BrokenPipeError:
@@ -272,7 +289,7 @@ def writing() -> Iterator[None]:
 
 
 def decode_utf8(data: bytes, source: str) -> str:
-    """Text that came from `source`, with line ends as in any text file. Raises RequestError if it is not UTF-8."""
+    """Decode UTF-8 text and turn all line ends into newlines. Raises RequestError that names `source` if it fails."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -286,7 +303,7 @@ def _takes_unicode() -> bool:
 
 
 def _discard_output() -> None:
-    """What is still in the buffer would fail again when the interpreter flushes it at its end."""
+    """Redirect standard output to the null device, so that flushing its buffer at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -295,7 +312,7 @@ def _discard_output() -> None:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on standard error; nothing where that is not a terminal."""
+    """Show a progress bar on standard error, if that is a terminal, and yield the function that updates it."""
     if not sys.stderr.isatty():
         yield lambda stage, done, total: None
         return
@@ -307,7 +324,7 @@ def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
         task = bars.add_task(what, total=None)
 
         def report(stage: str, done: int, total: int) -> None:
-            # A stage of one part has nothing to measure: the bar then only moves.
+            # A stage with a single part has no measurable progress: the bar then only shows activity.
             bars.update(task, description=stage, completed=done, total=total if total > 1 else None)
 
         yield report
@@ -332,7 +349,7 @@ def engine_options(
     tap_out: Path | None = None,
     trusted_keys: Path | None = None,
 ) -> dict[str, Any]:
-    """The fields of EngineConfig as the command line says them. Raises ConfigError for what no machine can have."""
+    """Return the fields of EngineConfig for command-line options. Raises ConfigError for values that are too large."""
     from inferc.config import parse_bytes
     from inferc.runtime.scheduler.policies import parse_policy
 
@@ -367,7 +384,10 @@ def engine_options(
 def engine(
     artifact: Artifact, options: dict[str, Any], on_start: Callable[[Engine], None] | None = None
 ) -> Iterator[EngineThread]:
-    """An engine in a thread of this process, for work on token ids. on_start: sees it before its first step."""
+    """Run an engine in a thread of this process and yield a client for it that works on token ids.
+
+    on_start: called with the engine before its first step.
+    """
     from inferc.runtime.engine.load import load_engine
     from inferc.runtime.engine.loop import EngineThread
 

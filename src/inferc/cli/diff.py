@@ -1,4 +1,4 @@
-"""`inferc diff`: one request on the engine and on the Hugging Face model."""
+"""The `inferc diff` command, which runs one request on the engine and on the Hugging Face model and compares them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,39 @@ if TYPE_CHECKING:
 def diff(
     out: Out,
     reference: Annotated[
-        str, typer.Option("--reference", metavar="MODEL", help="What OUT was compiled from: a folder, or a hub id.")
+        str,
+        typer.Option(
+            "--reference", metavar="MODEL", help="The model that OUT was compiled from: a folder or a hub id."
+        ),
     ],
-    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Continued greedily.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", metavar="TEXT", help="A prompt to continue greedily.")
+    ] = None,
     record: Annotated[
-        Path | None, typer.Option("--record", metavar="FILE", help="Take a recorded request instead of --prompt.")
+        Path | None,
+        typer.Option("--record", metavar="FILE", help="A recording to take the request from, instead of --prompt."),
     ] = None,
     request: Annotated[
-        str | None, typer.Option("--request", metavar="ID", help="Which one; its first output, with its seed.")
+        str | None,
+        typer.Option(
+            "--request",
+            metavar="ID",
+            help="The request in the recording; its first output is compared, sampled with the recorded seed.",
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="New tokens at most, of --prompt.")] = 32,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", help="Largest number of new tokens for --prompt.")
+    ] = 32,
     threads: Threads = None,
     isa: Isa = "auto",
     max_num_batched_tokens: MaxBatchedTokens = None,
     as_json: Json = False,
 ) -> int:
-    """Run one request on OUT and on the Hugging Face model, and show where the numbers part.
+    """Run one request on OUT and on the Hugging Face model, and show where the numbers diverge.
 
-    Compared are the tokens that both find greedily; then, for the tokens of the engine, the log probabilities at every
-    new one, and the hidden state behind every layer (taken from the running engine by taps). The model runs in the
-    artifact's dtype and, where it fits in memory, in float32, which is the judge.
+    It compares the tokens that both choose greedily. Then, for the engine's tokens, it compares the log probabilities
+    at every new token, and the hidden state after every layer (taken from the running engine by taps). The model runs
+    in the artifact's dtype and, if it fits in memory, also in float32, which decides the verdict.
 
     Exit codes: 0 within the artifact's budget, 1 beyond it, 2 bad input.
     """
@@ -71,7 +84,7 @@ def _asked(artifact: Artifact, prompt: str, max_tokens: int) -> tuple[list[int],
 
 
 def _recorded(file: Path, wanted: str | None) -> tuple[list[int], SamplingParams, str | None]:
-    """Prompt and parameters of a request's first output, and what the engine then forgot."""
+    """Return the prompt and sampling parameters of a recorded request's first output, and its `kv_evict` setting."""
     from inferc.runtime.measure.replay import choose, replay_params
     from inferc.runtime.record.format import read_recording
 

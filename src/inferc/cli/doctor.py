@@ -1,4 +1,4 @@
-"""`inferc doctor`: why a running server is slow."""
+"""The `inferc doctor` command, which diagnoses why a running server is slow."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ LOOKS = 10
 
 def doctor(
     endpoint: EndpointArgument,
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long to look.")] = 10.0,
+    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long to observe the server.")] = 10.0,
     ttft_ms: Annotated[
-        float, typer.Option("--ttft-ms", metavar="MS", help="A longer p90 to the first token is slow.")
+        float, typer.Option("--ttft-ms", metavar="MS", help="A p90 time to first token above this counts as slow.")
     ] = 500.0,
     tbt_ms: Annotated[
-        float, typer.Option("--tbt-ms", metavar="MS", help="A longer p90 between tokens is slow.")
+        float, typer.Option("--tbt-ms", metavar="MS", help="A p90 time between tokens above this counts as slow.")
     ] = 100.0,
     rtt_ms: Annotated[
-        float, typer.Option("--rtt-ms", metavar="MS", help="A longer way to the server and back is slow.")
+        float, typer.Option("--rtt-ms", metavar="MS", help="A network round trip above this counts as slow.")
     ] = 50.0,
     api_key: ApiKey = None,
     ca: Ca = None,
     as_json: Json = False,
 ) -> int:
-    """Look at a server for some seconds and say why it is slow, with evidence: memory pressure, batch configuration, cache
-    misses, network, in that order. Run it from where the clients are.
+    """Observe a server for some seconds and explain why it is slow, with evidence.
 
-    Exit code 0: nothing is wrong; 1: something is, or no server answers; 2: bad input.
+    The possible causes are checked in this order: memory pressure, batch configuration, cache misses, network. Run the
+    command where the clients run.
+
+    Exit codes: 0 nothing is wrong, 1 something is wrong or no server answers, 2 bad input.
     """
     for name, value in (("--seconds", seconds), ("--ttft-ms", ttft_ms), ("--tbt-ms", tbt_ms), ("--rtt-ms", rtt_ms)):
         if not 0 < value < math.inf:
@@ -67,7 +69,7 @@ def doctor(
 
 
 def _round_trip(where: Endpoint) -> float:
-    """Seconds to the server and back, of a new connection; nan if it failed."""
+    """Return the seconds of one request to the server over a new connection; nan if it failed."""
     start = time.monotonic()
     try:
         where.get("/live", timeout=2.0)

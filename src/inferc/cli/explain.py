@@ -1,4 +1,4 @@
-"""`inferc explain`: what the passes make of a model, and what it takes to run."""
+"""The `inferc explain` command, which shows what the passes change in a model and predicts its speed on a device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from inferc.cost.formulas import CostLog
 
-DEVICES_HELP = f"Where it is to run: {', '.join(NAMES)}. cpu is this machine; its memory is measured."
+DEVICES_HELP = f"Device to predict for: {', '.join(NAMES)}. cpu is this machine; its memory is measured."
 PARAMETERS = ("", " k", " M", " B", " T")
-WIDTH = 100  # columns of the text, on any terminal: narrower tables would be cut
+WIDTH = 100  # columns of the text on any terminal, because narrower tables would be truncated
 
 
 def explain(
@@ -32,38 +32,52 @@ def explain(
     ],
     device: Annotated[str, typer.Option("--device", metavar="D", help=DEVICES_HELP)] = "cpu",
     target: Annotated[
-        str | None, typer.Option("--target", metavar="T", help="What to lower for, as `inferc compile` has it; cpu.")
+        str | None,
+        typer.Option(
+            "--target", metavar="T", help="Target to compile for, see `inferc compile --target`; by default cpu."
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             "--dtype",
             metavar="bfloat16|float32|float16|auto",
-            help="Of weights and activations; float16 for onnx and tensorrt.",
+            help="Data type of weights and activations; float16 is for onnx and tensorrt.",
         ),
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option("--quantize", metavar="SCHEME", help="As `inferc compile` has it.")
+        str | None,
+        typer.Option("--quantize", metavar="SCHEME", help="Quantization scheme, see `inferc compile --quantize`."),
     ] = None,
     kv_dtype: Annotated[
-        str | None, typer.Option("--kv-dtype", metavar="int8|auto", help="As `inferc compile` has it.")
+        str | None,
+        typer.Option(
+            "--kv-dtype", metavar="int8|auto", help="Data type of the KV cache, see `inferc compile --kv-dtype`."
+        ),
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", metavar="N", help="Prompt and output, in tokens.")
+        int | None, typer.Option("--max-model-len", metavar="N", help="Longest sequence, prompt and output, in tokens.")
     ] = None,
     input_len: Annotated[
-        int | None, typer.Option("--input-len", metavar="N", help="Tokens of the prompt that is prefilled; 1024.")
+        int | None,
+        typer.Option(
+            "--input-len", metavar="N", help="Length of the prompt in the prefill step; by default 1024 tokens."
+        ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option("--context", metavar="N", help="Tokens of each sequence that decodes; 4096.")
+        int | None,
+        typer.Option(
+            "--context", metavar="N", help="Length of each sequence in the decode step; by default 4096 tokens."
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", metavar="B", help="Sequences that decode together.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", metavar="B", help="Number of sequences in the decode step.")] = 1,
     as_json: Json = False,
 ) -> int:
-    """The passes of MODEL or OUT, what each changes, and how fast the result can be on a device.
+    """Show the compiler passes of MODEL or OUT, what each changes, and how fast the result can be on a device.
 
     Of a model only config.json is read, and nothing is written. Speeds are predicted from the bytes that a step moves
-    and the arithmetic it does, at the device's limits: what no implementation exceeds, not what one measures.
+    and the arithmetic it does, at the device's limits: they are upper bounds that no implementation exceeds, not
+    measurements.
     """
     from inferc.cost.report import Workload, check_counts, report
     from inferc.manifest import MANIFEST
@@ -130,7 +144,7 @@ def _of_artifact(source: str) -> tuple[CostLog, dict[str, Any]]:
 
 
 def rendered(found: dict[str, Any]) -> str:
-    """The explanation as text of at most `WIDTH` columns."""
+    """Return the explanation as text of at most `WIDTH` columns."""
     from rich.console import Console
 
     buffer = io.StringIO()
@@ -141,7 +155,7 @@ def rendered(found: dict[str, Any]) -> str:
 
 
 def _facts(found: dict[str, Any]) -> Table:
-    """What is known of the model, the device and the cache: a name and a sentence each."""
+    """Return a table of facts about the model, the device and the KV cache: a name and a sentence per row."""
     model, device, kv = found["model"], found["device"], found["kv"]
     size = f"{_scaled(model['num_parameters'], PARAMETERS)} parameters in {model['num_layers']} layers"
     limits = f"{_bytes(device['bytes_per_s'])}/s, {_flops(device['flops_per_s'])}/s in {device['peak_dtype']}"
@@ -175,7 +189,8 @@ def _gqa(kv: dict[str, Any]) -> str:
     if not kv["gqa_saves"] or kv["gqa_saves"] <= 1:
         return ""
     what = "the latent" if any(group["kind"] == "latent" for group in kv["groups"]) else "GQA"
-    return f"; {_bytes(kv['bytes_without_gqa'])} if each query head had its own K and V: {what} saves {kv['gqa_saves']:.1f}x"
+    without = _bytes(kv["bytes_without_gqa"])
+    return f"; {without} if each query head had its own K and V: {what} saves {kv['gqa_saves']:.1f}x"
 
 
 def _fits(found: dict[str, Any]) -> str:
@@ -224,14 +239,18 @@ def _pass_table(found: dict[str, Any]) -> Table:
             row["name"],
             "" if row is found["captured"] else f"{row['rewrites']:,}",
             f"{row['nodes_after']:,}",
-            *(_bytes(row["bytes"]), _count(row["flops"]), _ms(row["predicted_ms"])),
-            *(_bytes(prefill["bytes"]), _count(prefill["flops"]), _ms(prefill["predicted_ms"])),
+            _bytes(row["bytes"]),
+            _count(row["flops"]),
+            _ms(row["predicted_ms"]),
+            _bytes(prefill["bytes"]),
+            _count(prefill["flops"]),
+            _ms(prefill["predicted_ms"]),
         )
     return table
 
 
 def _notes(found: dict[str, Any]) -> list[str]:
-    """What the columns mean, and what was assumed."""
+    """Return the notes below the tables: the meaning of the columns and the assumptions."""
     device, phases = found["device"], found["phases"]
     launch = f"{device['launch_us']:g} us"
     steps = (
@@ -239,13 +258,14 @@ def _notes(found: dict[str, Any]) -> list[str]:
         " sequence. The pass table has the same two steps, of the program after each pass."
     )
     moved = (
-        "bytes: what the kernels of a step read and write, each its inputs and results once: weights that it uses, K and V"
+        "bytes: what the kernels of a step read and write, each its inputs and results once: weights that it uses, K"
+        " and V"
         " of the context, activations. Before page_kv_cache, attention counts as if K and V were cached already."
         " FLOPs: a multiplication and an addition are two. nodes counts calls; those that are views move nothing."
     )
     time = (
-        f"ms: of each kernel the longer of bytes / bandwidth and FLOPs / peak, and {launch} to start it, summed. That is"
-        " the device's limit, which real kernels only come near to. bound: what the longer part of it waits for."
+        f"ms: of each kernel the longer of bytes / bandwidth and FLOPs / peak, and {launch} to start it, summed. That"
+        " is the device's limit, which real kernels only come near to. bound: what the longer part of it waits for."
     )
     notes = [steps, moved, time, f"Figures of the device: {device['source']}; the {launch} are an assumption."]
     mostly = [name for name, phase in phases.items() if 2 * phase["launch_ms"] > phase["predicted_ms"]]
@@ -272,7 +292,7 @@ def _ruled_table() -> Table:
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:
-    """Three or four digits and a unit: 42.9 GB, 343.6 GB, 1.24 T."""
+    """Return a number with three or four digits and a unit, for example 42.9 GB, 343.6 GB or 1.24 T."""
     for unit in units[:-1]:
         if value < 999.5:
             break

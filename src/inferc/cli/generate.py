@@ -1,4 +1,4 @@
-"""`inferc generate` and `inferc chat`: text from an artifact, in this process."""
+"""The `inferc generate` and `inferc chat` commands, which run an artifact in this process."""
 
 from __future__ import annotations
 
@@ -43,29 +43,53 @@ if TYPE_CHECKING:
 MaxTokens = Annotated[
     int | None,
     typer.Option(
-        "--max-tokens", metavar="N", help="New tokens at most; by default the model's own limit, else 128 (chat: 512)."
+        "--max-tokens",
+        metavar="N",
+        help="Largest number of new tokens; by default the model's own limit, or 128 (chat: 512) if it has none.",
     ),
 ]
-Temperature = Annotated[float | None, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
-TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="Nucleus sampling; 1 is off.")]
-TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="The K most likely tokens; 0 is off.")]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.")]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 is greedy.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        metavar="P",
+        help="Nucleus sampling: sample from the most likely tokens with total probability P; 1 is off.",
+    ),
+]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", metavar="K", help="Sample only from the K most likely tokens; 0 is off.")
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="Seed of the random numbers, which makes sampling repeatable.")
+]
 
 
 def generate(
     out: Out,
     prompt: Annotated[
         list[str],
-        typer.Option("--prompt", metavar="TEXT|-", help="May be given many times; - is standard input, in UTF-8."),
+        typer.Option(
+            "--prompt",
+            metavar="TEXT|-",
+            help="Prompt to continue; may be repeated; - reads it from standard input, in UTF-8.",
+        ),
     ],
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends the text.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="Stop generating when this text appears; may be repeated."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue after the model's end-of-sequence token.")
+    ] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it is generated.")] = False,
     threads: Threads = None,
     isa: Isa = "auto",
     max_num_seqs: MaxSeqs = 64,
@@ -82,13 +106,13 @@ def generate(
     tap: Tap = None,
     tap_out: Annotated[
         Path | None,
-        typer.Option("--tap-out", metavar="FILE.npz", help="Where --tap's values go (numpy.load reads it)."),
+        typer.Option("--tap-out", metavar="FILE.npz", help="File for the values of --tap (numpy.load reads it)."),
     ] = None,
     special_tokens_in_text: SpecialTokensInText = "allow",
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
-    """Continue one or more prompts. What is not given takes the model's generation defaults."""
+    """Continue one or more prompts; sampling options that are not given take the model's generation defaults."""
     if stream and as_json:
         raise ConfigError("--stream and --json exclude each other: JSON comes whole; leave one out")
     if stream and len(prompt) > 1:
@@ -105,7 +129,11 @@ def generate(
         out,
         special_tokens_in_text=special_tokens_in_text,
         **engine_options(
-            *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory),
+            threads,
+            isa,
+            max_num_seqs,
+            max_num_batched_tokens,
+            kv_memory,
             deterministic=deterministic,
             prefix_cache=prefix_cache,
             policy=policy,
@@ -138,7 +166,7 @@ def generate(
 
 
 def _limit(llm: LLM, given: int | None, otherwise: int) -> int:
-    """New tokens at most: as given, else as the model's makers say, else a number that suits the command."""
+    """Return the largest number of new tokens: the given one, the model's default, or else the command's default."""
     return given if given is not None else int(llm.defaults.get("max_tokens", otherwise))
 
 
@@ -150,7 +178,7 @@ def check_tap(tap: list[str] | None, tap_out: Path | None) -> None:
 
 
 def _keep_tapped(llm: LLM, path: Path | None) -> dict[str, Any]:
-    """Write the tapped values of all prompts, and say what they are; empty where nothing is tapped."""
+    """Write the tapped values of all prompts and return a description of them; empty if nothing is tapped."""
     if path is None:
         return {}
     from inferc.runtime.record.tapped import write_tapped
@@ -167,7 +195,9 @@ def _keep_tapped(llm: LLM, path: Path | None) -> dict[str, Any]:
 
 def chat(
     out: Out,
-    system: Annotated[str, typer.Option("--system", metavar="TEXT", help="How the model shall behave.")] = "",
+    system: Annotated[
+        str, typer.Option("--system", metavar="TEXT", help="System message: instructions for the model.")
+    ] = "",
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -181,12 +211,12 @@ def chat(
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
-    """Talk with the model. /clear forgets the conversation, /exit or end of input ends it.
+    """Chat with the model; /clear forgets the conversation, /exit or end of input ends it.
 
-    ^C ends an answer that is being given, and else the chat. A message that the model cannot take, because the
-    conversation has become too long for example, is left out of it.
+    Ctrl-C stops an answer that is being generated; otherwise it ends the chat. A message that the model cannot take,
+    for example because the conversation has become too long, is left out of the conversation.
 
-    With --json, each line of standard input is a message, and the conversation is printed at its end, whatever ends it.
+    With --json, each line of standard input is a message, and the conversation is printed at the end, however it ends.
     """
     from inferc.runtime.engine.llm import LLM
 
@@ -219,15 +249,16 @@ def chat(
 
 
 def _lines(as_json: bool) -> Iterator[str]:
-    """What the user types or pipes in, without empty lines, until the end of input."""
+    """Yield the lines that the user types or pipes in, without empty ones, until the end of input."""
     is_typed = sys.stdin.isatty()
-    is_edited = is_typed and sys.stdout.isatty() and not as_json  # else the prompt has no place on standard output
+    # Line editing writes the "> " prompt to standard output, so it needs a terminal there and must not mix with JSON.
+    is_edited = is_typed and sys.stdout.isatty() and not as_json
     if is_typed:
         print("/clear forgets the conversation, /exit ends it", file=sys.stderr)
     if is_edited:
         import readline  # noqa: F401  (gives input() its line editing)
 
-        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # the tokenizer then says what is wrong
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # the tokenizer reports it
     for number in itertools.count(1):
         if is_edited:
             try:
@@ -246,7 +277,7 @@ def _lines(as_json: bool) -> Iterator[str]:
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, is_shown: bool) -> str:
-    """The answer to a conversation, printed as it comes if it is shown; ^C ends it where it is."""
+    """Generate and return the answer to a conversation, and print it as it comes if it is shown; Ctrl-C stops it."""
     said = ""
     try:
         for piece in _pieces(llm, llm.text.encode_chat(messages), params):
@@ -254,14 +285,14 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, is
             if is_shown:
                 say(piece, end="", flush=True)
     except KeyboardInterrupt:
-        pass  # what was said stays in the conversation
+        pass  # the partial answer stays in the conversation
     if is_shown:
         say()
     return said
 
 
 def _pieces(llm: LLM, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
-    """The text of an answer as it comes. Closing the iterator ends the answer."""
+    """Yield the text of an answer piece by piece as it is generated; closing the iterator ends the answer."""
     length = 0
     for answer in llm.stream_sync(prompt, params):
         text = answer.outputs[0].text

@@ -1,4 +1,4 @@
-"""`inferc keys`: the API keys of a server, hashed, in a file that it reads again when it changes."""
+"""The `inferc keys` commands, which manage the file of hashed API keys that a server reads again when it changes."""
 
 from __future__ import annotations
 
@@ -12,36 +12,53 @@ from inferc.errors import ConfigError
 
 keys_app = typer.Typer(help="API keys of a server: create, list, revoke.", no_args_is_help=True)
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys, as `inferc serve --api-keys` takes it.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is; shown in logs and errors.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys for `inferc serve --api-keys`.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key's owner; shown in logs and errors.")]
 
 
 def create(
     file: File,
     name: Name,
     admin: Annotated[
-        bool, typer.Option("--admin", help="It may also load, unload and put models to sleep, and read KV events.")
+        bool,
+        typer.Option("--admin", help="Also allow loading, unloading and sleeping models, and reading KV events."),
     ] = False,
-    requests_per_minute: Annotated[float | None, typer.Option("--requests-per-minute", metavar="N")] = None,
+    requests_per_minute: Annotated[
+        float | None, typer.Option("--requests-per-minute", metavar="N", help="Rate limit of requests.")
+    ] = None,
     tokens_per_minute: Annotated[
-        float | None, typer.Option("--tokens-per-minute", metavar="N", help="Of prompts and outputs.")
+        float | None,
+        typer.Option("--tokens-per-minute", metavar="N", help="Rate limit of tokens, of prompts and outputs together."),
     ] = None,
     max_concurrent: Annotated[
-        int | None, typer.Option("--max-concurrent", metavar="N", help="Requests under way at once.")
+        int | None,
+        typer.Option("--max-concurrent", metavar="N", help="Largest number of requests in flight at once."),
     ] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option("--max-prompt-tokens", metavar="N")] = None,
-    max_output_tokens: Annotated[int | None, typer.Option("--max-output-tokens", metavar="N")] = None,
-    max_n: Annotated[int | None, typer.Option("--max-n", metavar="N", help="Outputs of a prompt.")] = None,
-    max_request_seconds: Annotated[float | None, typer.Option("--max-request-seconds", metavar="S")] = None,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option("--max-prompt-tokens", metavar="N", help="Longest prompt of a request, in tokens.")
+    ] = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option("--max-output-tokens", metavar="N", help="Longest output of a request, in tokens.")
+    ] = None,
+    max_n: Annotated[
+        int | None, typer.Option("--max-n", metavar="N", help="Largest number of outputs (n) for one prompt.")
+    ] = None,
+    max_request_seconds: Annotated[
+        float | None,
+        typer.Option("--max-request-seconds", metavar="S", help="End requests that take longer than this."),
+    ] = None,
     salted: Annotated[
-        bool, typer.Option("--salted", help="Its prefix cache is shared with no other key's requests.")
+        bool, typer.Option("--salted", help="Do not share prefix cache entries with requests of other keys.")
     ] = False,
     expires: Annotated[
-        str | None, typer.Option("--expires", metavar="DAY", help="The first day (2027-01-31, UTC) it is not taken.")
+        str | None,
+        typer.Option(
+            "--expires", metavar="DAY", help="First day on which the key is refused, for example 2027-01-31 (UTC)."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a key, keep its SHA-256 in FILE, and print it: it cannot be shown again."""
+    """Make a key, store its SHA-256 in FILE, and print the key, which cannot be shown again."""
     from inferc.serve.security.access import Key, Limits, digest_of, make_secret, read_keys, write_keys
 
     keys = read_keys(file) if file.exists() else []
@@ -69,7 +86,7 @@ def create(
 
 
 def list_keys(file: File, as_json: Json = False) -> None:
-    """The keys in FILE, by name, with what they may."""
+    """List the keys in FILE by name, with their permissions and limits."""
     from inferc.serve.security.access import read_keys
 
     keys = read_keys(file)
@@ -84,7 +101,7 @@ def list_keys(file: File, as_json: Json = False) -> None:
 
 
 def revoke(file: File, name: Name) -> None:
-    """Take a key out of FILE; a server that reads it refuses the key within a second or two."""
+    """Remove a key from FILE; a running server refuses the key within a second or two."""
     from inferc.serve.security.access import read_keys, write_keys
 
     keys = read_keys(file)

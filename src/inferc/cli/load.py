@@ -1,4 +1,4 @@
-"""What `inferc bench serve` and `inferc bench tune` share: the options that say what load is put on a server."""
+"""The workload options that `inferc bench serve` and `inferc bench tune` share, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -13,28 +13,39 @@ from inferc.errors import ConfigError
 if TYPE_CHECKING:
     from inferc.bench.workload import Arrivals, Workload
 
-InputLen = Annotated[int, typer.Option("--input-len", metavar="N", help="Tokens in a prompt.")]
-OutputLen = Annotated[int, typer.Option("--output-len", metavar="N", help="New tokens of a request.")]
+InputLen = Annotated[int, typer.Option("--input-len", metavar="N", help="Number of tokens of each prompt.")]
+OutputLen = Annotated[int, typer.Option("--output-len", metavar="N", help="Number of new tokens of each request.")]
 InputSpread = Annotated[
     float,
     typer.Option(
         "--input-spread",
         metavar="F",
-        help="Prompts of different lengths: uniform from (1-F) to (1+F) times --input-len; 0: all alike.",
+        help="Vary prompt lengths uniformly from (1-F) to (1+F) times --input-len; 0: all the same.",
     ),
 ]
-OutputSpread = Annotated[float, typer.Option("--output-spread", metavar="F", help="The same of --output-len.")]
+OutputSpread = Annotated[
+    float,
+    typer.Option(
+        "--output-spread",
+        metavar="F",
+        help="Vary output lengths uniformly from (1-F) to (1+F) times --output-len; 0: all the same.",
+    ),
+]
 SharedPrefix = Annotated[
     int,
-    typer.Option("--shared-prefix", metavar="N", help="Of the prompt's tokens so many are the same in all: a system prompt."),
-]  # fmt: skip
+    typer.Option(
+        "--shared-prefix",
+        metavar="N",
+        help="Number of tokens that are the same at the start of all prompts, like a system prompt.",
+    ),
+]
 Prompts = Annotated[
     Path | None,
     typer.Option(
         "--prompts",
         metavar="FILE.jsonl",
-        help='Real texts, over and over in an order by --seed: {"prompt": TEXT} or {"messages": [...]} a line, and if'
-        " wanted max_tokens, else --output-len.",
+        help='Real prompts, repeated in an order that --seed sets. Each line is {"prompt": TEXT} or {"messages": [...]}'
+        " with an optional max_tokens, by default --output-len.",
     ),
 ]
 TraceFile = Annotated[
@@ -42,8 +53,8 @@ TraceFile = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Replay a trace, as `inferc simulate` takes it: lengths, arrivals, and equal blocks of the prompts for equal"
-        " hash_ids. With --rate its requests come by --arrivals instead.",
+        help="Replay a trace (see `inferc simulate`): its lengths, its arrival times, and equal prompt blocks for equal"
+        " hash_ids. With --rate the requests arrive by --arrivals instead.",
     ),
 ]
 Scale = Annotated[
@@ -55,36 +66,48 @@ Pattern = Annotated[
     typer.Option(
         "--arrivals",
         metavar="poisson|gamma|constant|burst",
-        help="How requests come at a rate: independently; with gaps of a gamma distribution (--burstiness); evenly; or in"
-        " groups of --burst-size at once, the groups by Poisson.",
+        help="Arrival process of the requests: poisson (independent), gamma (gaps from a gamma distribution with shape"
+        " --burstiness), constant (evenly spaced), burst (groups of --burst-size at once, the groups by Poisson).",
     ),
 ]
 Burstiness = Annotated[
     float,
-    typer.Option("--burstiness", metavar="X", help="The shape of gamma: 1 is Poisson, less is burstier, more evener."),
+    typer.Option(
+        "--burstiness",
+        metavar="X",
+        help="Shape of the gamma distribution: 1 is Poisson, less is burstier, more is more even.",
+    ),
 ]
-BurstSize = Annotated[int, typer.Option("--burst-size", metavar="N", help="Requests of a burst.")]
+BurstSize = Annotated[int, typer.Option("--burst-size", metavar="N", help="Number of requests in a burst.")]
 Ttft = Annotated[
     float,
     typer.Option(
         "--ttft",
         metavar="MS",
-        help="A request is good if it ended well, its first token came within this, and the others within --tbt of one"
-        " another on average: as the server's own metrics count, but from the client's side. 0: any time.",
+        help="Objective for the time to first token. A request is good if it succeeds, its first token comes within"
+        " this time, and the mean time between its tokens is within --tbt. The server's metrics use the same rule; here"
+        " the times are those that the client sees. 0: any time is good.",
     ),
 ]
 Tbt = Annotated[
-    float, typer.Option("--tbt", metavar="MS", help="The mean time between a good request's tokens. 0: any.")
+    float,
+    typer.Option(
+        "--tbt",
+        metavar="MS",
+        help="Objective for the mean time between the tokens of a good request. 0: any time is good.",
+    ),
 ]
 Share = Annotated[
-    float, typer.Option("--share", metavar="F", help="Of the requests that shall be good, for the largest good rate.")
+    float,
+    typer.Option("--share", metavar="F", help="Share of the requests that must be good for a rate to count as good."),
 ]
 Seed = Annotated[
     int,
     typer.Option(
         "--seed",
         metavar="N",
-        help="Of arrivals, lengths and prompts; a server that saw the same ones has them in its prefix cache.",
+        help="Seed of arrivals, lengths and prompts. A server that has seen the same prompts may have them in its"
+        " prefix cache, so change the seed between runs.",
     ),
 ]
 
@@ -99,7 +122,7 @@ def workload(
     trace: Path | None,
     scale: int,
 ) -> Workload:
-    """What the options ask for. Raises ConfigError."""
+    """Build the workload that the options describe. Raises ConfigError for invalid or conflicting options."""
     from inferc.bench.workload import Lengths, read_texts, read_workload
 
     if input_len < 1 or output_len < 1:
@@ -116,7 +139,7 @@ def workload(
 
 
 def arrivals(pattern: str, burstiness: float, burst_size: int) -> Arrivals:
-    """Raises ConfigError."""
+    """Build the arrival process that the options describe. Raises ConfigError for invalid values."""
     from inferc.bench.workload import PATTERNS, Arrivals
 
     known = next((each for each in PATTERNS if each == pattern), None)
@@ -130,7 +153,7 @@ def arrivals(pattern: str, burstiness: float, burst_size: int) -> Arrivals:
 
 
 def goals(ttft: float, tbt: float, share: float) -> dict[str, Any]:
-    """The fields of Goals. Raises ConfigError."""
+    """Return the fields of Goals for the objectives. Raises ConfigError for invalid values."""
     for name, value in (("--ttft", ttft), ("--tbt", tbt)):
         if not 0 <= value < math.inf:
             raise ConfigError(f"{name} {value:g}: expected a number of milliseconds, 0 or more")
@@ -140,7 +163,7 @@ def goals(ttft: float, tbt: float, share: float) -> dict[str, Any]:
 
 
 def positive_numbers(name: str, text: str | None) -> tuple[float, ...]:
-    """Numbers above 0 with commas between. Raises ConfigError."""
+    """Parse numbers above 0 that are separated by commas. Raises ConfigError for any other text."""
     if text is None:
         return ()
     found = []
@@ -156,7 +179,7 @@ def positive_numbers(name: str, text: str | None) -> tuple[float, ...]:
 
 
 def check_counts(**counts: float | None) -> None:
-    """Raises ConfigError for what is given and not above 0, by the option's name."""
+    """Raise ConfigError, which names the option, for each value that is given and not above 0."""
     for name, value in counts.items():
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: expected more than 0")

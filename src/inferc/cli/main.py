@@ -1,7 +1,7 @@
-"""The command line. Every stage is imported by the command that needs it, so `inferc --help` loads none.
+"""The `inferc` command line; each command imports the stages that it needs, so that `inferc --help` loads none.
 
-Standard output has a command's result and nothing else (with --json one JSON object); progress, logs and errors go to
-standard error. Exit codes: 0 done, 1 the work failed, 2 bad usage or bad input, 130 interrupted.
+Standard output carries a command's result and nothing else (with --json one JSON object); progress, logs and errors go
+to standard error. Exit codes: 0 done, 1 the work failed, 2 bad usage or bad input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from inferc.system import env as debug
 from inferc.version import __version__
 
 if TYPE_CHECKING:
-    from inferc.expert_loads import ExpertLoads
+    from inferc.cost.expert_loads import ExpertLoads
     from inferc.runtime.engine.engine import Engine
 
 app = typer.Typer(
@@ -72,10 +72,10 @@ EXPERIMENTAL = " (experimental: nothing starts ranks in processes of their own y
 
 
 def main() -> None:
-    """The `inferc` command."""
+    """Run the `inferc` command."""
     open_streams()
     try:
-        with writing():  # of help texts: commands report what happens to theirs
+        with writing():  # covers the help texts; commands handle errors of their own output
             app()
     except OutputError as error:
         sys.exit(fail(str(error), error.exit_code))
@@ -90,11 +90,12 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     level = logging.INFO if debug.level() else logging.WARNING
-    log.setLevel(level)  # `serve` raises the root's; tracebacks stay for INFERC_DEBUG
+    # `serve` lowers the threshold of the root logger later; this one stays, so that only INFERC_DEBUG shows tracebacks.
+    log.setLevel(level)
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
@@ -103,16 +104,17 @@ def _common(
 
 @command(app, "compile")
 def compile_model(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model folder or hub id.")],
     out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The folder to write.")],
     target: Annotated[
         str,
         typer.Option(
             "--target",
             metavar="cpu|cuda:sm_90|onnx|onnx:cuda|onnx:standard|tensorrt:sm_86|tensorrt-paged:sm_86|reference",
-            help="What to compile for. For NVIDIA GPUs the chip, or several: cuda:sm_90,sm_80; none has to be in this machine. onnx:standard"
-            " does without onnxruntime's own ops, and is slower; tensorrt is the whole step as one plan, tensorrt-paged TensorRT around"
-            " our own attention.",
+            help="What to compile for. For NVIDIA GPUs name one chip or several (cuda:sm_90,sm_80); they need not be in"
+            " this machine. onnx:standard uses only standard ONNX operators instead of onnxruntime's own, and is"
+            " slower. tensorrt builds the whole step as one TensorRT plan; tensorrt-paged uses TensorRT around inferc's"
+            " own paged attention.",
         ),
     ] = "cpu",
     dtype: Annotated[
@@ -120,7 +122,7 @@ def compile_model(
         typer.Option(
             "--dtype",
             metavar="bfloat16|float32|float16|auto",
-            help="Of weights and activations; float16 for onnx and tensorrt.",
+            help="Data type of weights and activations; float16 is for onnx and tensorrt.",
         ),
     ] = "auto",
     quantize: Annotated[
@@ -128,13 +130,13 @@ def compile_model(
         typer.Option(
             "--quantize",
             metavar="SCHEME",
-            help="Store weights in 8 or 4 bits, rounded to nearest. int8: a scale for each output, half the bytes of"
-            " bfloat16, activations in DTYPE (W8A16). w8a8: the rows that projections and experts read become int8 too,"
-            " with a scale for each token: faster with many tokens, further from the model. fp8: projections and their"
-            " rows in E4M3, for tensorrt and tensorrt-paged on sm_89 and later. int4, int4-g32, int4-g64, int4-g128"
-            " (W4A8): projections and experts in four bits with a scale for each 32 (int4), 64 or 128 of them, rows as"
-            " in w8a8, embedding and LM head as in int8. Norms and routers stay in DTYPE, the KV cache is in --kv-dtype"
-            " (docs/quantization.md).",
+            help="Store weights in 8 or 4 bits, rounded to nearest. int8: one scale per output channel, half the bytes"
+            " of bfloat16, activations in --dtype (W8A16). w8a8: activations of projections and experts are int8 too,"
+            " with one scale per token; faster with many tokens, but less accurate. fp8: projection weights and"
+            " activations in E4M3, for tensorrt and tensorrt-paged on sm_89 and later. int4, int4-g32, int4-g64,"
+            " int4-g128 (W4A8): projections and experts in four bits with one scale per group of 32 (int4), 64 or 128"
+            " weights, activations as in w8a8, embedding and LM head as in int8. Norms and routers stay in --dtype;"
+            " --kv-dtype sets the KV cache (docs/quantization.md).",
         ),
     ] = None,
     kv_dtype: Annotated[
@@ -142,26 +144,34 @@ def compile_model(
         typer.Option(
             "--kv-dtype",
             metavar="int8|auto",
-            help="Of the KV cache. int8: K and V of each head and token with a scale, about half the bytes of bfloat16"
-            " (docs/quantization.md); auto: DTYPE.",
+            help="Data type of the KV cache. int8: one scale per head and token for K and for V, about half the bytes"
+            " of bfloat16 (docs/quantization.md). auto: the same as --dtype.",
         ),
     ] = "auto",
     max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", metavar="N", help="Prompt and output, in tokens.")
+        int | None, typer.Option("--max-model-len", metavar="N", help="Longest sequence, prompt and output, in tokens.")
     ] = None,
     certify: Annotated[
-        str, typer.Option("--certify", metavar="full|layers|none|auto", help="How to prove the artifact's numbers.")
+        str,
+        typer.Option(
+            "--certify",
+            metavar="full|layers|none|auto",
+            help="How to check the artifact's numbers against Hugging Face's. full: the whole model; layers: a copy of"
+            " some of its layers with random weights; none: no check; auto: full if the float32 model fits in memory,"
+            " otherwise layers.",
+        ),
     ] = "auto",
     allow_drift: Annotated[
-        bool, typer.Option("--allow-drift", help="Keep an artifact whose numbers moved too far.")
+        bool, typer.Option("--allow-drift", help="Keep the artifact even if its numbers fail the check.")
     ] = False,
     passes: Annotated[
         list[str] | None,
         typer.Option(
             "--pass",
             metavar="MODULE:NAME",
-            help="A pass of your own, by the Python module and the object in it, or FILE.py:NAME; may be repeated."
-            " It runs behind split_head, where all is fused, unless it says otherwise (docs/extending.md).",
+            help="Your own compiler pass: a Python module and an object in it, or FILE.py:NAME; may be repeated. It"
+            " runs after the pass split_head, when all fusions are done, unless it asks for another place"
+            " (docs/extending.md).",
         ),
     ] = None,
     tp: Annotated[
@@ -178,22 +188,30 @@ def compile_model(
         typer.Option(
             "--expert-loads",
             metavar="FILE",
-            help="Place experts by how many tokens each got: a profile that `inferc eval --record-expert-loads` wrote.",
+            help="Place experts on ranks by how many tokens each one gets, from a profile that `inferc eval"
+            " --record-expert-loads` wrote.",
         ),
     ] = None,
     redundant_experts: Annotated[
         int,
-        typer.Option("--redundant-experts", metavar="N", help="With --expert-loads: replicas of the most loaded."),
+        typer.Option(
+            "--redundant-experts",
+            metavar="N",
+            help="With --expert-loads: number of extra copies of the most loaded experts.",
+        ),
     ] = 0,
     add_target: Annotated[
         bool,
         typer.Option(
-            "--add-target", help="OUT is there: add code for the chips of --target, and leave its weights alone."
+            "--add-target", help="Add code for the chips of --target to the existing artifact OUT; its weights stay."
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compile MODEL into the artifact OUT. With --tp, --pp or --ep it holds a program for each rank (docs/parallel.md)."""
+    """Compile MODEL into the artifact OUT.
+
+    With --tp, --pp or --ep the artifact holds a program for each rank (docs/parallel.md).
+    """
     from inferc.config import CompileConfig, from_dict
 
     config = from_dict(
@@ -215,7 +233,7 @@ def compile_model(
         },
     )
     if passes:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     with progress("load torch") as report:
         if add_target:
             from inferc.compiler.add_target import add_target as compile_
@@ -244,8 +262,7 @@ command(app, "sign")(sign)
 
 @command(app, "inspect")
 def inspect(out: Out, as_json: Json = False) -> None:
-    """Show what an artifact holds: targets, sizes, KV groups, the form of messages, who signed it, kernels and their
-    resources, certificate."""
+    """Show what an artifact holds: targets, sizes, KV cache groups, chat format, signature, kernels, certificate."""
     from inferc.chat_form import form_of
     from inferc.runtime.artifact.load import inspect_artifact
 
@@ -294,11 +311,12 @@ def inspect(out: Out, as_json: Json = False) -> None:
 
 
 def _say_plan(plan: Mapping[str, Any]) -> None:
-    """Of an artifact for TensorRT."""
+    """Print the plans, profiles and layers of an artifact for TensorRT."""
     by, plans = f"{plan['package']} {plan['version']} for {plan['arch']}", plan.get("plans", [])
     if plans:
         say(
-            f"plans     {by}, {len(plans)} without weights, for {sum(each['calls'] for each in plans)} segments of a step"
+            f"plans     {by}, {len(plans)} without weights, for {sum(each['calls'] for each in plans)} segments of a"
+            " step"
         )
     else:
         say(f"plan      {by}, {plan['plan_bytes'] / 1e6:.1f} MB, weights included")
@@ -317,7 +335,7 @@ def _layers(plan: Mapping[str, Any]) -> str:
 
 
 def _quantized(model: Mapping[str, Any], dtype: str) -> str:
-    """What is quantized and what is not."""
+    """Return text that says which parts of a model are quantized and which are not; empty if none is."""
     if "quantization" not in model:
         return ""
     done = model["quantization"]
@@ -326,7 +344,7 @@ def _quantized(model: Mapping[str, Any], dtype: str) -> str:
 
 
 def _signature(facts: dict[str, Any] | None) -> str:
-    """Who says that the artifact is theirs; whether it is true shows with --trusted-keys."""
+    """Return text that names the keys of the signature, which only --trusted-keys verifies."""
     if facts is None:
         return "none"
     stale = "" if facts["is_current"] else ", of what the artifact was before: sign it again"
@@ -334,7 +352,7 @@ def _signature(facts: dict[str, Any] | None) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Rising numbers, shortened: "0-3, 5"."""
+    """Return ascending numbers as short text with ranges, for example "0-3, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -361,17 +379,22 @@ command(app, "verify")(verify)
 @command(app, "eval")
 def evaluate(
     out: Out,
-    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="The text, UTF-8.")],
+    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="The text to evaluate, in UTF-8.")],
     window: Annotated[
         int | None,
-        typer.Option("--window", metavar="N", help="Tokens in a window; 1024, or the model's length if less."),
+        typer.Option(
+            "--window",
+            metavar="N",
+            help="Tokens in each window of text; by default 1024, or the model's longest sequence if that is shorter.",
+        ),
     ] = None,
     record_expert_loads: Annotated[
         Path | None,
         typer.Option(
             "--record-expert-loads",
             metavar="FILE",
-            help="Write how many tokens each expert got: `inferc compile --ep N --expert-loads FILE` places by it.",
+            help="Write to FILE how many tokens each expert got; `inferc compile --ep N --expert-loads FILE` uses it to"
+            " place experts.",
         ),
     ] = None,
     threads: Threads = None,
@@ -380,10 +403,10 @@ def evaluate(
     kv_evict: KVEvict = None,
     as_json: Json = False,
 ) -> None:
-    """Perplexity of an artifact on a text.
+    """Compute the perplexity of an artifact on a text.
 
-    The text is tokenized whole, with BOS if the model's tokenizer adds one, and cut into windows that do not overlap.
-    Every token of a window but its first is scored, given those before it in the window.
+    The text is tokenized as a whole, with BOS if the model's tokenizer adds one, and cut into windows that do not
+    overlap. Every token of a window except the first is scored, given the tokens before it in the window.
     """
     from inferc.config import EngineConfig
     from inferc.runtime.artifact.load import load_artifact
@@ -396,7 +419,8 @@ def evaluate(
     if not 2 <= size <= artifact.max_model_len:
         raise ConfigError(f"--window {size}: expected 2 to {artifact.max_model_len}, what the artifact is compiled for")
     ids = Text(artifact.tokenizer).encode(content)
-    # As many sequences as tokens, so that a step scores every row it computes; but no cache for as many.
+    # Allow as many sequences as tokens, so that a step scores every row it computes. The KV cache is sized separately,
+    # because it need not hold that many sequences.
     budget = EngineConfig().token_budget() if max_num_batched_tokens is None else max_num_batched_tokens
     options = engine_options(threads, isa, budget, budget, kv_evict=kv_evict)
     options["kv_memory_bytes"] = kv_cache_bytes(artifact, size)

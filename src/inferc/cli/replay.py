@@ -1,4 +1,4 @@
-"""`inferc replay`: a recording, run again and compared."""
+"""The `inferc replay` command, which runs a recording again and compares the results."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from inferc.cli.common import (
 )
 from inferc.errors import ArtifactError
 
-SHOWN = 10  # differences
+SHOWN = 10  # largest number of differences that are printed
 
 
 def replay(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `inferc generate` or `serve --record FILE` wrote.")
+        Path, typer.Argument(metavar="FILE", help="A recording that `inferc generate` or `serve --record FILE` wrote.")
     ],
     engine: Annotated[
         Path | None,
-        typer.Option("--engine", metavar="OUT", help="The artifact, if it does not lie where it lay any more."),
+        typer.Option("--engine", metavar="OUT", help="The artifact, if it is no longer where it was recorded."),
     ] = None,
     request: Annotated[
         str | None,
         typer.Option(
-            "--request", metavar="ID", help="Only this one: a client's request_id, or the id in the recording."
+            "--request",
+            metavar="ID",
+            help="Replay only this request: the client's request_id or the id in the recording.",
         ),
     ] = None,
     threads: Threads = None,
@@ -47,12 +49,12 @@ def replay(
     prefix_cache: PrefixCache = True,
     as_json: Json = False,
 ) -> int:
-    """Run what was recorded again, offline, and compare every token and log probability with it, bit for bit.
+    """Run recorded requests again, offline, and compare every token and log probability bit for bit.
 
-    Batch, threads, memory and cache may be others than they were: no bit depends on them, and with `--max-num-seqs 1`
-    each sequence runs alone. The artifact and the instruction set must be the same.
+    Batch size, threads, memory and cache may differ from the recording: no result depends on them. With `--max-num-seqs
+    1` each sequence runs alone. The artifact and the instruction set must be the same.
 
-    Exit codes: 0 all equal, 1 something differs, 2 it cannot be replayed here.
+    Exit codes: 0 all equal, 1 something differs, 2 the recording cannot be replayed here.
     """
     from inferc.config import Isa
     from inferc.runtime.artifact.load import load_artifact
@@ -73,7 +75,11 @@ def replay(
     check_artifact(header, artifact)
     isa = header.identity.isa if header.identity.isa in get_args(Isa) else "auto"
     options = engine_options(
-        *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory),
+        threads,
+        isa,
+        max_num_seqs,
+        max_num_batched_tokens,
+        kv_memory,
         deterministic=header.identity.deterministic,
         prefix_cache=prefix_cache,
         kv_evict=header.identity.kv_evict,

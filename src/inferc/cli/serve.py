@@ -1,4 +1,4 @@
-"""`inferc serve`: artifacts for clients, over gRPC and HTTP."""
+"""The `inferc serve` command, which serves artifacts over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 
 STARTED = time.perf_counter()
 
-# How `inferc compile` says what other programs, and some of its users, say where a model is served.
+# Options of other servers that inferc fixes when a model is compiled, by the option of `inferc compile` that replaces
+# them.
 AT_COMPILE = {
     "--dtype DTYPE": ("--dtype",),
     "--quantize SCHEME": ("--quantize", "--quantization", "-q"),
@@ -84,9 +85,11 @@ def serve(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="[NAME=]OUT…", help="Artifacts. Clients call each as its folder, or NAME.", show_default=False
+            metavar="[NAME=]OUT…",
+            help="Artifacts to serve. Clients address each by the name of its folder, or by NAME.",
+            show_default=False,
         ),
-    ] = [],  # noqa: B006 (typer's way to say that none is needed)
+    ] = [],  # noqa: B006 (in typer this makes the argument optional)
     config: Annotated[
         Path | None,
         typer.Option(
@@ -94,22 +97,39 @@ def serve(
             metavar="FILE",
             callback=read_config,
             is_eager=True,
-            help='TOML with options by their names (max-num-seqs = 64; models = ["OUT"]). Variables INFERC_SERVE_… go'
-            " before it, and flags before those.",
+            help='TOML file that sets options by their names (max-num-seqs = 64; models = ["OUT"]). Environment'
+            " variables INFERC_SERVE_… override it, and flags override those.",
         ),
     ] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the configuration, with where each value is from, and stop.")
+        bool,
+        typer.Option("--print-config", help="Print the configuration, with the source of each value, and exit."),
     ] = False,
     host: Annotated[
-        str, typer.Option("--host", metavar="HOST", help="0.0.0.0 takes calls from elsewhere; that needs keys or mTLS.")
+        str,
+        typer.Option(
+            "--host",
+            metavar="HOST",
+            help="Address to listen on. 0.0.0.0 accepts connections from other machines; that needs --api-keys or"
+            " --tls-client-ca.",
+        ),
     ] = "127.0.0.1",
-    grpc_port: Annotated[int, typer.Option("--grpc-port", metavar="PORT", help="0 takes a free one.")] = 50051,
-    http_port: Annotated[int, typer.Option("--http-port", metavar="PORT", help="0 takes a free one.")] = 8000,
-    http: Annotated[bool, typer.Option("--http/--no-http", help="OpenAI's interface beside gRPC.")] = True,
+    grpc_port: Annotated[
+        int, typer.Option("--grpc-port", metavar="PORT", help="Port of the gRPC interface; 0 takes a free one.")
+    ] = 50051,
+    http_port: Annotated[
+        int, typer.Option("--http-port", metavar="PORT", help="Port of the HTTP interface; 0 takes a free one.")
+    ] = 8000,
+    http: Annotated[
+        bool, typer.Option("--http/--no-http", help="Serve OpenAI's interface over HTTP, in addition to gRPC.")
+    ] = True,
     model_folder: Annotated[
         Path | None,
-        typer.Option("--model-folder", metavar="DIR", help="Artifacts that clients may load by name while it runs."),
+        typer.Option(
+            "--model-folder",
+            metavar="DIR",
+            help="Folder of artifacts that clients may load by name while the server runs.",
+        ),
     ] = None,
     trusted_keys: TrustedKeys = None,
     max_awake: Annotated[
@@ -117,58 +137,78 @@ def serve(
         typer.Option(
             "--max-awake",
             metavar="N",
-            help="Models that are awake at once; the others sleep. A request for one of these wakes it, and the one that"
-            " was used longest ago sleeps.",
+            help="Largest number of models that are awake at once; the others sleep. A request for a sleeping model"
+            " wakes it and puts the least recently used one to sleep.",
         ),
     ] = None,
     api_keys: Annotated[
         Path | None,
-        typer.Option("--api-keys", metavar="FILE", help="Let in who has a key of this file (`inferc keys create`)."),
+        typer.Option(
+            "--api-keys",
+            metavar="FILE",
+            help="Accept only clients that have an API key from this file (`inferc keys create`).",
+        ),
     ] = None,
     tls_cert: Annotated[
         Path | None,
         typer.Option(
-            "--tls-cert", metavar="FILE", help="PEM with the certificate and its chain; read again when it changes."
+            "--tls-cert",
+            metavar="FILE",
+            help="PEM file with the server's TLS certificate and its chain; read again when it changes.",
         ),
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM with its key.")] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", metavar="FILE", help="PEM file with the private key of --tls-cert."),
+    ] = None,
     tls_client_ca: Annotated[
         Path | None,
         typer.Option(
-            "--tls-client-ca", metavar="FILE", help="Let in clients with a certificate of these authorities alone."
+            "--tls-client-ca",
+            metavar="FILE",
+            help="Accept only clients with a certificate from one of the authorities in this PEM file (mTLS).",
         ),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond this machine though anybody may ask.")
+        bool,
+        typer.Option("--insecure", help="Allow a --host that other machines reach even without keys or mTLS."),
     ] = False,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option("--max-prompt-tokens", metavar="N", help="Of a request; more is refused.")
+        int | None,
+        typer.Option("--max-prompt-tokens", metavar="N", help="Refuse requests with longer prompts than this."),
     ] = None,
     max_output_tokens: Annotated[
-        int | None, typer.Option("--max-output-tokens", metavar="N", help="Of an output; more is refused.")
+        int | None,
+        typer.Option("--max-output-tokens", metavar="N", help="Refuse requests for longer outputs than this."),
     ] = None,
-    max_n: Annotated[int | None, typer.Option("--max-n", metavar="N", help="Outputs of a prompt.")] = None,
+    max_n: Annotated[
+        int | None, typer.Option("--max-n", metavar="N", help="Largest number of outputs (n) for one prompt.")
+    ] = None,
     max_request_seconds: Annotated[
-        float | None, typer.Option("--max-request-seconds", metavar="S", help="A request that takes longer is ended.")
+        float | None,
+        typer.Option("--max-request-seconds", metavar="S", help="End requests that take longer than this."),
     ] = None,
-    max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", metavar="BYTES", help="Of a request.")] = 64 << 20,
+    max_body_bytes: Annotated[
+        int, typer.Option("--max-body-bytes", metavar="BYTES", help="Largest size of the body of a request.")
+    ] = 64 << 20,
     max_queue_seconds: Annotated[
         float | None,
         typer.Option(
             "--max-queue-seconds",
             metavar="S",
-            help="Refuse a request at once that would wait longer for its first token, as far as can be foreseen.",
+            help="Refuse a request at once if it is predicted to wait longer than this for its first token.",
         ),
     ] = None,
     drain_seconds: Annotated[
-        float, typer.Option("--drain-seconds", metavar="S", help="For running requests to end after SIGTERM.")
+        float,
+        typer.Option("--drain-seconds", metavar="S", help="Time for running requests to finish after SIGTERM."),
     ] = 30.0,
     hang_seconds: Annotated[
         float,
         typer.Option(
             "--hang-seconds",
             metavar="S",
-            help="An engine whose step lasts longer is killed and started again; 0: never.",
+            help="Kill and restart an engine whose step takes longer than this; 0: never.",
         ),
     ] = 60.0,
     threads: Threads = None,
@@ -190,59 +230,91 @@ def serve(
         typer.Option(
             "--kv-events",
             metavar="ENDPOINT|grpc",
-            help="Tell what the prefix cache stores and evicts, prompts' tokens included, to subscribers at ENDPOINT"
-            " (ZeroMQ, tcp://127.0.0.1:5557) and of SubscribeKvEvents; grpc: to the latter alone.",
+            help="Publish what the prefix cache stores and evicts, including the prompts' tokens, to ZeroMQ subscribers"
+            " at ENDPOINT (for example tcp://127.0.0.1:5557) and to gRPC clients of SubscribeKvEvents; grpc: only to"
+            " the latter.",
         ),
     ] = None,
     kv_events_replay: Annotated[
         str | None,
-        typer.Option("--kv-events-replay", metavar="ENDPOINT", help="Where subscribers ask for what they missed."),
+        typer.Option(
+            "--kv-events-replay",
+            metavar="ENDPOINT",
+            help="ZeroMQ endpoint where subscribers of --kv-events ask for events that they missed.",
+        ),
     ] = None,
     kv_events_topic: Annotated[
-        str, typer.Option("--kv-events-topic", metavar="TOPIC", help="The first frame of each ZeroMQ message.")
+        str,
+        typer.Option(
+            "--kv-events-topic", metavar="TOPIC", help="Topic of --kv-events: the first frame of each ZeroMQ message."
+        ),
     ] = "",
     record: Record = None,
     tap: Tap = None,
     tap_out: Annotated[
         Path | None,
-        typer.Option("--tap-out", metavar="DIR", help="Where --tap's values go: DIR/REQUEST.npz for each that asks."),
+        typer.Option(
+            "--tap-out",
+            metavar="DIR",
+            help="Folder for the values of --tap: DIR/REQUEST.npz for each request that asks for them.",
+        ),
     ] = None,
     goodput_ttft_ms: Annotated[
         float,
         typer.Option(
-            "--goodput-ttft-ms", metavar="MS", help="A request that names no ttft_ms is good if it keeps this; 0: any."
+            "--goodput-ttft-ms",
+            metavar="MS",
+            help="Goodput metric: objective for the time to first token of requests that send no ttft_ms; 0: none.",
         ),
     ] = 500.0,
     goodput_tbt_ms: Annotated[
         float,
-        typer.Option("--goodput-tbt-ms", metavar="MS", help="The same of the mean time between its tokens."),
+        typer.Option(
+            "--goodput-tbt-ms",
+            metavar="MS",
+            help="Goodput metric: objective for the mean time between tokens of requests that send no tbt_ms; 0: none.",
+        ),
     ] = 100.0,
     metrics_compat: Annotated[
         str,
-        typer.Option("--metrics-compat", metavar="none|vllm", help="Show metrics under vLLM's names besides."),
+        typer.Option(
+            "--metrics-compat", metavar="none|vllm", help="Also export the metrics under the names that vLLM uses."
+        ),
     ] = "none",
     log_format: Annotated[
-        str, typer.Option("--log-format", metavar="text|json", help="json: an object a line, with the request's id.")
+        str,
+        typer.Option(
+            "--log-format",
+            metavar="text|json",
+            help="Format of the log; json writes one object per line, with the id of the request.",
+        ),
     ] = "text",
     log_requests: Annotated[
-        bool, typer.Option("--log-requests/--no-log-requests", help="A line for each request that is over.")
+        bool, typer.Option("--log-requests/--no-log-requests", help="Log one line for each finished request.")
     ] = False,
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(
-            "--otlp-endpoint", metavar="URL", help="Send traces to an OpenTelemetry collector, http://127.0.0.1:4318."
+            "--otlp-endpoint",
+            metavar="URL",
+            help="Send traces to an OpenTelemetry collector, for example http://127.0.0.1:4318.",
         ),
     ] = None,
     trace_ratio: Annotated[
         float,
-        typer.Option("--trace-ratio", metavar="R", help="Share of requests traced whose clients decided nothing."),
+        typer.Option(
+            "--trace-ratio",
+            metavar="R",
+            help="Share of requests to trace, among those whose clients did not decide whether to trace them.",
+        ),
     ] = 1.0,
     as_json: Json = False,
 ) -> int:
-    """Serve artifacts until SIGTERM: over gRPC (inferc.v1.InferenceService, KServe's protocol, health, reflection) and
-    over HTTP (OpenAI's interface).
+    """Serve artifacts over gRPC and HTTP until SIGTERM.
 
-    Prints `ready grpc=HOST:PORT http=HOST:PORT seconds=S` when requests are taken; S counts from the start of the process.
+    The gRPC port has inferc.v1.InferenceService, KServe's protocol, health and reflection; the HTTP port has OpenAI's
+    interface. The command prints `ready grpc=HOST:PORT http=HOST:PORT seconds=S` when it accepts requests; S counts
+    from the start of the process.
     """
     for name, port in (("--grpc-port", grpc_port), ("--http-port", http_port)):
         if not 0 <= port <= 65535:
@@ -283,7 +355,14 @@ def serve(
 
     configure("json" if log_format == "json" else "text", logging.INFO)
     options = engine_options(
-        *(threads, isa, max_num_seqs, max_num_batched_tokens, kv_memory, pin, deterministic, prefix_cache),
+        threads,
+        isa,
+        max_num_seqs,
+        max_num_batched_tokens,
+        kv_memory,
+        pin,
+        deterministic,
+        prefix_cache,
         policy=policy,
         tbt_ms=tbt_ms,
         kv_disk=kv_disk,
@@ -345,7 +424,7 @@ def serve(
 
 
 def _seconds_since_start() -> float:
-    """Since the start of this process; where the kernel does not tell, since this module was imported."""
+    """Return the seconds since this process started, or since this module was imported if the kernel does not tell."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""`inferc sign`: who an artifact is from."""
+"""The `inferc sign` command, which signs an artifact with an Ed25519 key."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ def sign(
     ] = None,
     key: Annotated[
         Path | None,
-        typer.Option("--key", metavar="FILE", help="An Ed25519 private key: of --new-key, or of ssh-keygen."),
+        typer.Option("--key", metavar="FILE", help="An Ed25519 private key, made by --new-key or by ssh-keygen."),
     ] = None,
     new_key: Annotated[
         Path | None,
         typer.Option(
             "--new-key",
             metavar="FILE",
-            help="Make a key: FILE, for you alone (mode 0600), and FILE.pub, for --trusted-keys of those who trust you.",
+            help="Make a key pair: FILE is the private key (mode 0600); FILE.pub is the public key that others add to"
+            " their --trusted-keys.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Sign an artifact, so that `--trusted-keys` lets it be loaded: it is checked whole first, weights included.
+    """Sign an artifact, so that `--trusted-keys` accepts it; the whole artifact is checked first, with its weights.
 
-    The signature is a file beside the others (signature.json). Whatever is changed in the artifact afterwards, a target that
-    is added too, needs another.
+    The signature is one more file in the artifact (signature.json). After any change of the artifact, including an
+    added target, it must be signed again.
     """
     from inferc.signature import new_key as make_key
     from inferc.signature import read_private_key
@@ -43,7 +44,7 @@ def sign(
         )
     if out is None and new_key is None:
         raise ConfigError("give the artifact to sign: inferc sign OUT --key FILE")
-    private = None if key is None else read_private_key(key)  # before the artifact is read, which takes longer
+    private = None if key is None else read_private_key(key)  # read first, because reading the artifact takes longer
     made = None if new_key is None else make_key(new_key, new_key.name)
     facts: dict[str, str] = {}
     if made is not None and new_key is not None:

@@ -1,4 +1,4 @@
-"""`inferc simulate`: what a trace of requests would see, by policy, load and number of replicas."""
+"""The `inferc simulate` command, which predicts latencies for a trace by policy, load and number of replicas."""
 
 from __future__ import annotations
 
@@ -28,76 +28,104 @@ def simulate(
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="Requests, a JSON object a line: timestamp (ms), input_length, output_length, hash_ids (an id for each"
-            " 512 tokens of the prompt), and if wanted client and priority.",
+            help="The trace: one JSON object per line with timestamp (ms), input_length, output_length, hash_ids (one"
+            " id per 512 tokens of the prompt), and optionally client and priority.",
         ),
     ],
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            "--policy", metavar="NAME", help="As in `inferc serve`; may be given many times. fcfs if not given."
+            "--policy", metavar="NAME", help="Scheduling policy, see `inferc serve`; may be repeated; by default fcfs."
         ),
     ] = None,
     artifact: Annotated[
         Path | None,
-        typer.Option("--engine", metavar="OUT", help="Measure the steps of this artifact, here, first."),
+        typer.Option("--engine", metavar="OUT", help="First measure the step times of this artifact on this machine."),
     ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long --engine measures.")] = 20.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", help="How long --engine measures step times.")
+    ] = 20.0,
     cost: Annotated[
         Path | None,
         typer.Option(
             "--cost",
             metavar="FILE",
-            help="What steps cost, as --save-cost wrote it. Without --engine and --cost: a 0.6B model in int8 on two cores.",
+            help="Step times that --save-cost wrote. Without --engine and --cost: those of a 0.6B model in int8 on two"
+            " cores.",
         ),
     ] = None,
     save_cost: Annotated[
-        Path | None, typer.Option("--save-cost", metavar="FILE", help="Keep what --engine measured.")
+        Path | None, typer.Option("--save-cost", metavar="FILE", help="Write the step times that --engine measured.")
     ] = None,
     replicas: Annotated[
-        int, typer.Option("--replicas", metavar="N", help="Engines; a request goes to the one with the least to do.")
+        int,
+        typer.Option(
+            "--replicas", metavar="N", help="Number of engines; each request goes to the one with the least work."
+        ),
     ] = 1,
     scale: Annotated[
         int,
         typer.Option(
-            "--scale", metavar="N", help="Divide lengths and times by N (a divisor of 512), for a small machine."
+            "--scale",
+            metavar="N",
+            help="Divide the trace's lengths and times by N (a divisor of 512), for a small machine.",
         ),
     ] = 1,
     speed: Annotated[
         list[float] | None,
-        typer.Option("--speed", metavar="X", help="Requests at X times the trace's rate; may be given many times."),
+        typer.Option("--speed", metavar="X", help="Send requests at X times the trace's rate; may be repeated."),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option("--requests", metavar="N", help="The trace's first N requests.")
+        int | None, typer.Option("--requests", metavar="N", help="Use only the trace's first N requests.")
     ] = None,
     ttft_ms: Annotated[
-        float | None, typer.Option("--ttft-ms", metavar="MS", help="Objective of each request, for goodput and slo.")
+        float | None,
+        typer.Option(
+            "--ttft-ms",
+            metavar="MS",
+            help="Objective for the time to first token of each request, for goodput and the policy slo.",
+        ),
     ] = None,
     tbt_ms: Annotated[
         float | None,
         typer.Option(
-            "--tbt-ms", metavar="MS", help="The same between tokens, on average; and steps are kept as short."
+            "--tbt-ms",
+            metavar="MS",
+            help="Objective for the mean time between tokens of each request; steps are also kept as short as this.",
         ),
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option("--max-num-seqs", metavar="N", help="Sequences that run at once, in each engine.")
+        int | None,
+        typer.Option(
+            "--max-num-seqs", metavar="N", help="Largest number of sequences that run at once in each engine."
+        ),
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option("--max-num-batched-tokens", metavar="N", help="Token budget of a step.")
+        int | None,
+        typer.Option(
+            "--max-num-batched-tokens", metavar="N", help="Token budget: the most tokens that one step computes."
+        ),
     ] = None,
     kv_tokens: Annotated[
-        int | None, typer.Option("--kv-tokens", metavar="N", help="Tokens that an engine's KV cache holds.")
+        int | None, typer.Option("--kv-tokens", metavar="N", help="Size of each engine's KV cache, in tokens.")
     ] = None,
-    prefix_cache: Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache")] = True,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Reuse the KV cache of earlier prompts for prompts that begin with the same tokens.",
+        ),
+    ] = True,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="A picture: .png, .svg or .pdf (needs inferc[plot]).")
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Write a plot as .png, .svg or .pdf (needs inferc[plot])."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Play a trace of requests to the real scheduler and cache, with steps that take as long as measured ones.
+    """Run a trace of requests through the real scheduler and cache, with simulated steps of measured duration.
 
-    Shows time to first token (TTFT), time between tokens (TBT), goodput and cache hits of each policy and load. Answers are as
-    long as the trace says, which the scheduler does not know beforehand.
+    It shows time to first token (TTFT), time between tokens (TBT), goodput and cache hits for each policy and load.
+    Answers have the length that the trace gives, which the scheduler does not know beforehand.
     """
     if artifact is not None and cost is not None:
         raise ConfigError("--engine and --cost are both given: steps are measured, or read from a file; leave one out")
@@ -242,7 +270,7 @@ def _play(
 
 
 def _bounds(trace: Trace, config: SchedulerConfig, replicas: int) -> dict[str, float]:
-    """Hit rates that no engine exceeds: with all memory, and with as much as there is."""
+    """Return upper bounds of the prefix cache hit rate: with unlimited memory, and with the memory of the replicas."""
     capacity = (config.num_blocks[0] - 1) * config.block_size * replicas // trace.block_tokens
     return {"ideal_hit_rate": trace.hit_rate(), "ideal_hit_rate_of_capacity": trace.hit_rate(capacity)}
 
@@ -269,11 +297,20 @@ def _show(
         table.add_column(head, justify="left" if head == "policy" else "right")
     for each in summaries:
         table.add_row(
-            *(each.policy, f"{each.speed:g}", _number(each.ttft_mean), _number(each.ttft_p50), _number(each.ttft_p99)),
-            *(_number(each.tbt_p50), _number(each.tbt_p99)),
-            *(_number(each.latency_mean / 1000), _number(each.latency_p99 / 1000)),
-            *(_number(each.output_tokens_per_s), f"{each.goodput:.1%}", f"{each.hit_rate:.1%}"),
-            *(str(each.refused), f"{each.preemptions_per_1000:.1f}"),
+            each.policy,
+            f"{each.speed:g}",
+            _number(each.ttft_mean),
+            _number(each.ttft_p50),
+            _number(each.ttft_p99),
+            _number(each.tbt_p50),
+            _number(each.tbt_p99),
+            _number(each.latency_mean / 1000),
+            _number(each.latency_p99 / 1000),
+            _number(each.output_tokens_per_s),
+            f"{each.goodput:.1%}",
+            f"{each.hit_rate:.1%}",
+            str(each.refused),
+            f"{each.preemptions_per_1000:.1f}",
         )
     width = None if sys.stdout.isatty() else 200
     console = Console(width=width)

@@ -1,4 +1,4 @@
-"""`inferc top`: a live view of a running server, from its metrics."""
+"""The `inferc top` command, which shows a live view of a running server from its metrics."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from inferc.client.scrape import Change
 
 EndpointArgument = Annotated[
-    str, typer.Argument(metavar="ENDPOINT", help="The server's HTTP endpoint, 127.0.0.1:8000 or https://HOST:PORT.")
+    str, typer.Argument(metavar="ENDPOINT", help="The server's HTTP address: 127.0.0.1:8000 or https://HOST:PORT.")
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option("--api-key", metavar="KEY", envvar="INFERC_API_KEY", help="For a server that asks for one."),
+    typer.Option("--api-key", metavar="KEY", envvar="INFERC_API_KEY", help="API key, if the server requires one."),
 ]
 Ca = Annotated[
     str | None,
-    typer.Option("--ca", metavar="FILE", help="PEM with the authorities to trust, for https; else the system's."),
+    typer.Option("--ca", metavar="FILE", help="PEM file of trusted CA certificates for TLS; by default the system's."),
 ]
 BARS = " ▁▂▃▄▅▆▇█"
 HISTORY = 60
@@ -39,17 +39,17 @@ HISTORY = 60
 
 def top(
     endpoint: EndpointArgument,
-    interval: Annotated[float, typer.Option("--interval", metavar="S", help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option("--interval", metavar="S", help="Seconds between two updates.")] = 1.0,
     count: Annotated[
-        int, typer.Option("--count", metavar="N", help="Stop after N looks; 0 goes on until q or ^C.")
+        int, typer.Option("--count", metavar="N", help="Stop after N updates; 0 continues until q or Ctrl-C.")
     ] = 0,
     api_key: ApiKey = None,
     ca: Ca = None,
     as_json: Json = False,
 ) -> None:
-    """Watch a server: latencies, throughput, queue, KV cache, how busy the device and how full the batch is.
+    """Watch a running server: latencies, throughput, queue, KV cache use, device use and batch size.
 
-    With --json one object: the last look, or all --count of them under "looks".
+    With --json it prints one object: the last update, with all --count of them under "looks".
     """
     if not 0.05 <= interval <= 3600:
         raise ConfigError(f"--interval {interval:g}: expected 0.05 to 3600 seconds")
@@ -83,7 +83,7 @@ def top(
                 return
             try:
                 after = Page.fetch(where)
-            except InfercError as error:  # it may come back
+            except InfercError as error:  # the server may come back
                 problem = str(error)
             else:
                 look, before, problem = _look(before, after), after, ""
@@ -94,7 +94,10 @@ def top(
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Waits for so many seconds, and says whether q was pressed, then at once. Without a terminal to read from it only waits."""
+    """Yield a function that waits some seconds, and returns True at once if q is pressed.
+
+    If standard input is not a terminal, the function only waits.
+    """
     if not sys.stdin.isatty():
 
         def wait(seconds: float) -> bool:
@@ -123,7 +126,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 
 def _look(before: Any, after: Any) -> dict[str, Any]:
-    """What there is to see of two pages."""
+    """Return the values to show, computed from two metrics pages: the rates are of the time between them."""
     from inferc.client.scrape import Change
 
     models = [_model(Change(before, after, name)) for name in after.models]
@@ -233,7 +236,7 @@ def _screen(
 
 
 def _spark(history: dict[tuple[str, str], deque[float]], key: tuple[str, str], value: float | None) -> str:
-    """The last minute as bars, the highest of which is full."""
+    """Add a value to the history of a row and return the last 60 values as text bars, scaled to the highest one."""
     line = history.setdefault(key, deque(maxlen=HISTORY))
     line.append(value or 0.0)
     most = max(line) or 1.0

@@ -1,4 +1,4 @@
-"""`inferc verify`: how far passes and kernels are from the Hugging Face model, here and now."""
+"""The `inferc verify` command, which measures how far passes and kernels are from the Hugging Face model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from inferc.cli.common import Json, Out, print_json, progress, say
 def verify(
     out: Out,
     reference: Annotated[
-        str, typer.Option("--reference", metavar="MODEL", help="What OUT was compiled from: a folder, or a hub id.")
+        str,
+        typer.Option(
+            "--reference", metavar="MODEL", help="The model that OUT was compiled from: a folder or a hub id."
+        ),
     ],
     as_json: Json = False,
 ) -> int:
-    """Compute OUT's certificate anew on this machine: every pass by the references, then OUT by what runs it here.
+    """Compute the certificate of OUT again on this machine: each compiler pass, then OUT as it runs here.
 
-    Each row is beside the Hugging Face model in float32 and is held to the budget of the artifact's dtype or scheme. It is
-    for artifacts that were compiled elsewhere, without a certificate, or for a random copy of a large model. The model is held
-    in float32 twice. `inferc diff` compares one request, layer by layer, and needs less memory.
+    The passes are run by reference implementations, OUT by the kernels of this machine. Each row is compared with the
+    Hugging Face model in float32 and must stay within the error budget of the artifact's dtype or quantization scheme.
+    The command is for artifacts that were compiled elsewhere or without a certificate, or for a random copy of a large
+    model. It holds the model in float32 twice. `inferc diff` compares one request, layer by layer, and needs less
+    memory.
 
     Exit codes: 0 all rows are within their budget, 1 one is not, 2 bad input.
     """

@@ -1,7 +1,7 @@
-"""Whoever talks to a running server: the typed clients, offline batches, metrics read from outside.
+"""The clients of a running server: the typed clients, offline batches, and metrics read from outside.
 
-`from inferc.client import Client`. The clients are imported when they are first asked for: they need the `serve` extra,
-which the modules beside them do not.
+`from inferc.client import Client`. The clients are imported at their first use: they need the `serve` extra, which the
+modules beside them do not.
 """
 
 from importlib import import_module
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
         AsyncClient,
         Client,
         Completion,
-        Piece,
+        Delta,
         Prompt,
         Score,
         ServerError,
         Tls,
     )
 
-__all__ = ["SERVICE", "AsyncClient", "Client", "Completion", "Piece", "Prompt", "Score", "ServerError", "Tls"]
+__all__ = ["SERVICE", "AsyncClient", "Client", "Completion", "Delta", "Prompt", "Score", "ServerError", "Tls"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""A running `inferc serve` answers an offline batch, which yields to everybody else there.
+"""A backend of offline batches that sends them to a running `inferc serve`, where they yield to all other requests.
 
-Its requests have a low priority and one client's name for all batches, and only as many are open as find a place beside
-those of others: while somebody else waits, none is added.
+Its requests have a low priority and share one client name for all batches. Only as many are open as fit beside the
+requests of others: while another client's request waits, none is added.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Self, final
 
-from typing_extensions import Self
-
-from inferc.client.client import Client, Piece, ServerError, Tls
+from inferc.client.client import Client, Delta, ServerError, Tls
 from inferc.errors import GenerationError, InfercError, ObjectiveError
 from inferc.runtime.engine.llm import CompletionOutput
 from inferc.runtime.openai.answer import Answer, Token
@@ -26,15 +24,16 @@ from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
 CLIENT, PRIORITY = "inferc-batch", -100
 CONNECT_SECONDS = 10.0
-LOOK_SECONDS = 0.25  # how often the load is looked at, where nothing of ours ends
-MAX_PAUSE = 4.0  # seconds, between two tries of a request that the server has no room for
+LOOK_SECONDS = 0.25  # how often the server's load is checked while no own request ends
+MAX_PAUSE = 4.0  # the most seconds between two tries of a request that the server has no room for
 
 
 @final
 class EndpointBackend:
-    """A server at HOST:PORT. At most `concurrency` sequences are there at once (None: as many as it runs at once).
+    """A batch backend for a server at HOST:PORT, used as a context manager.
 
-    api_key, tls: as of Client. Raises ServerError if no server answers. Use it as a context manager.
+    At most `concurrency` sequences are open there at once (None: about as many as it runs at once).
+    api_key, tls: as for Client. Raises ServerError if no server answers.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class EndpointBackend:
         api_key: str | None = None,
         tls: Tls | None = None,
     ) -> None:
-        self._client = Client(address, retries=0, api_key=api_key, tls=tls)  # `_work` has tries of its own
+        self._client = Client(address, retries=0, api_key=api_key, tls=tls)  # `_work` retries by itself
         try:
             info = self._connect(has_key=api_key is not None, is_tls=tls is not None)
         except BaseException:
@@ -52,18 +51,23 @@ class EndpointBackend:
             raise
         self.model = info.model
         self._max_num_seqs = info.max_num_seqs
-        self._has_limit = info.defaults.HasField("max_tokens")  # of the model's own, for who says none
-        self._spare = max(1, info.max_num_seqs // 8)  # of ours that may wait, so that a place is taken at once
+        self._has_limit = info.defaults.HasField("max_tokens")  # the model's default limits requests that give none
+        # The number of own sequences that may wait at the server, so that a free place is taken at once.
+        self._spare = max(1, info.max_num_seqs // 8)
         self._concurrency = concurrency or self._max_num_seqs + self._spare
         self._results: queue.SimpleQueue[tuple[Ticket, Future[Answer]]] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(self._concurrency, "inferc-batch")
         self._lock = threading.Lock()
-        self._num_waiting = 0  # sequences of ours of which no token has come
+        self._num_waiting = 0  # own sequences that have no token yet
         self._closing = threading.Event()
         self._tokens: dict[int, Token] = {}
 
     def _connect(self, has_key: bool, is_tls: bool) -> pb.GetModelInfoResponse:
-        """What the server is. One that wants a key, or speaks TLS where we do not, is told by what to do."""
+        """Return what the server says of its model.
+
+        Raises an error that says what to do where the server wants an API key, or seems to speak TLS while this side
+        does not.
+        """
         address = self._client.address
         try:
             self._client.wait_until_ready(CONNECT_SECONDS)
@@ -84,7 +88,7 @@ class EndpointBackend:
 
     def room(self, num_open: int) -> int:
         with self._lock:
-            ours = self._num_waiting  # before asking: none is added meanwhile, so the server cannot have more
+            ours = self._num_waiting  # read before the load: none is added meanwhile, so the server cannot have more
         loads = self._client.loads()
         if loads.num_waiting > ours:
             return 0
@@ -114,7 +118,7 @@ class EndpointBackend:
         return self._tokens[token_id]
 
     def close(self) -> None:
-        """End what is open."""
+        """End all open requests and close the connection."""
         self._closing.set()
         self._client.close()
         self._pool.shutdown(cancel_futures=True)
@@ -130,13 +134,13 @@ class EndpointBackend:
     # ------------------------------------------------------------------------------------- on the pool's threads
 
     def _work(self, prompt: Prompt, sampling: Mapping[str, Any], count: int) -> Answer:
-        """Answer one prompt; while the server has no room for it, try again and again."""
+        """Answer one prompt on a thread of the pool, retrying while the server has no room for it."""
         pause, pending = LOOK_SECONDS, _Pending(count)
         try:
             while True:
                 try:
-                    for piece in self._client.generate(prompt, **sampling):
-                        self._count_waiting(-pending.add(piece))
+                    for delta in self._client.generate(prompt, **sampling):
+                        self._count_waiting(-pending.add(delta))
                     return pending.answer()
                 except ServerError as error:
                     wait = self._wait_for_room(sampling, error, pause)
@@ -147,13 +151,17 @@ class EndpointBackend:
             self._count_waiting(pending.num_started - count)
 
     def _wait_for_room(self, sampling: Mapping[str, Any], error: ServerError, pause: float) -> float | None:
-        """Seconds until a request that was refused is tried again; None: never."""
+        """Return the seconds until a refused request is tried again; None for never."""
         if error.code != "RESOURCE_EXHAUSTED":
             return None
-        return pause if self._is_full(sampling) else error.retry_after  # of a key that has used its rate
+        # retry_after is set if the API key has used up its rate.
+        return pause if self._is_full(sampling) else error.retry_after
 
     def _is_full(self, sampling: Mapping[str, Any]) -> bool:
-        """Whether a request was refused because of those before it, and not because of what it asks."""
+        """Return whether a request was refused because of the requests before it.
+
+        Returns False for a request with objectives (ttft_ms, tbt_ms), which may have been refused because of these.
+        """
         if "ttft_ms" in sampling or "tbt_ms" in sampling:
             return False
         try:
@@ -168,23 +176,23 @@ class EndpointBackend:
 
 
 class _Pending:
-    """The answer to one prompt as it comes."""
+    """The answer to one prompt while it arrives."""
 
     def __init__(self, count: int) -> None:
         self._outputs = [CompletionOutput(index) for index in range(count)]
         self._usage = pb.Usage()
         self.num_started = 0
 
-    def add(self, piece: Piece) -> int:
-        """How many outputs began with it."""
-        output = self._outputs[piece.index]
+    def add(self, delta: Delta) -> int:
+        """Add a delta; return how many outputs began with it."""
+        output = self._outputs[delta.index]
         is_first = not output.token_ids
-        output.text += piece.text
-        output.token_ids += piece.token_ids
-        output.finish_reason = piece.finish_reason
-        if piece.logprobs:
-            output.logprobs = (output.logprobs or []) + [_logprobs(each) for each in piece.logprobs]
-        self._usage = piece.usage or self._usage
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        output.finish_reason = delta.finish_reason
+        if delta.logprobs:
+            output.logprobs = (output.logprobs or []) + [_logprobs(each) for each in delta.logprobs]
+        self._usage = delta.usage or self._usage
         self.num_started += is_first
         return int(is_first)
 
@@ -198,7 +206,7 @@ def _logprobs(row: pb.TokenLogprobs) -> Logprobs:
 
 
 def _error_of_request(error: ServerError) -> InfercError:
-    """What the server could not do for this request alone is the request's; else the error itself."""
+    """Return the request's own error for what the server could not do for this request alone, else the error itself."""
     if error.code == "INTERNAL":
         return GenerationError(str(error))
     return ObjectiveError(str(error)) if error.code == "RESOURCE_EXHAUSTED" else error

@@ -1,11 +1,11 @@
-"""Clients of `inferc serve`: typed, blocking and for asyncio, with streaming and retries.
+"""The clients of `inferc serve`: typed, blocking and for asyncio, with streaming and retries.
 
 with Client("127.0.0.1:50051") as client:
-    for piece in client.generate("Once upon a time", max_tokens=64):
-        sys.stdout.write(piece.text)
+    for delta in client.generate("Once upon a time", max_tokens=64):
+        sys.stdout.write(delta.text)
 
 async with AsyncClient("127.0.0.1:50051") as client:
-    async for piece in client.generate("Once upon a time", max_tokens=64):
+    async for delta in client.generate("Once upon a time", max_tokens=64):
         ...
 """
 
@@ -25,17 +25,17 @@ from inferc.client.messages import (
     SERVICE,
     UNLIMITED,
     Completion,
-    Piece,
+    Delta,
     Prompt,
     Score,
     ServerError,
     Tls,
     Tries,
     completions,
+    delta,
     embed_request,
     error_of,
     generate_request,
-    piece,
     score_request,
     token_ids,
     tokenize_request,
@@ -43,7 +43,7 @@ from inferc.client.messages import (
 from inferc.errors import RequestError
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
-__all__ = ["SERVICE", "AsyncClient", "Client", "Completion", "Piece", "Prompt", "Score", "ServerError", "Tls"]
+__all__ = ["SERVICE", "AsyncClient", "Client", "Completion", "Delta", "Prompt", "Score", "ServerError", "Tls"]
 
 RETRIES = 2
 Response = TypeVar("Response", bound=Message)
@@ -51,11 +51,12 @@ Response = TypeVar("Response", bound=Message)
 
 @final
 class Client:
-    """A connection to one server. A prompt is a text, a list of token ids, or a list of chat messages.
+    """A blocking connection to one server.
 
+    A prompt is a text, a list of token ids, or a list of chat messages.
     model: which of the server's models every call is for; the first one if it is empty.
     timeout: seconds until a call must have ended, streams and all its tries included; None for no limit.
-    retries: how often a call is tried again that the server could not take for now, as long as nothing of its answer
+    retries: how often a call is tried again if the server cannot take it for now, as long as nothing of its answer
     has come. api_key: as `inferc keys create` printed it.
 
     RequestError is raised for what the server calls the client's fault, ServerError for everything else.
@@ -93,7 +94,7 @@ class Client:
         self._channel.close()
 
     def wait_until_ready(self, timeout: float = 10.0) -> None:
-        """Wait until the server answers; raises ServerError after `timeout` seconds."""
+        """Wait until the server answers; raise ServerError after `timeout` seconds."""
         try:
             grpc.channel_ready_future(self._channel).result(timeout=timeout)
         except grpc.FutureTimeoutError:
@@ -109,18 +110,18 @@ class Client:
         tap: bool = False,
         prompt_logprobs: int | None = None,
         **sampling: Any,
-    ) -> Iterator[Piece]:
-        """Stream an answer. `sampling` are the fields of inferc.v1.SamplingParams, for example max_tokens=64.
+    ) -> Iterator[Delta]:
+        """Stream an answer; `sampling` are the fields of inferc.v1.SamplingParams, for example max_tokens=64.
 
-        tap: the server keeps this request's values of what it was started to tap. prompt_logprobs: the first piece has the
-        log probabilities of the prompt's tokens, with so many likeliest ones.
+        tap: the server keeps this request's values of the tensors that it was started to tap. prompt_logprobs: the
+        first delta has the log probabilities of the prompt's tokens, with so many of the likeliest tokens for each.
 
         Closing the iterator, or dropping it, ends the request on the server at once.
         """
         options = {"request_id": request_id, "tap": tap, "prompt_logprobs": prompt_logprobs}
-        return self._pieces(generate_request(prompt, self.model, **options, **sampling))
+        return self._deltas(generate_request(prompt, self.model, **options, **sampling))
 
-    def _pieces(self, request: pb.GenerateRequest) -> Iterator[Piece]:
+    def _deltas(self, request: pb.GenerateRequest) -> Iterator[Delta]:
         tries = Tries(self.retries, self.timeout)
         while True:
             has_begun = False
@@ -130,7 +131,7 @@ class Client:
             try:
                 for message in call:
                     has_begun = True
-                    yield piece(message)
+                    yield delta(message)
                 return
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
@@ -142,29 +143,32 @@ class Client:
             time.sleep(pause)
 
     def complete(self, prompt: Prompt, **options: Any) -> list[Completion]:
-        """As `generate`, with the same options, but whole: one Completion for each of the n outputs."""
+        """Return the whole answer, one Completion for each of the n outputs; the options are those of `generate`."""
         request = generate_request(prompt, self.model, **options)
         return completions(self._call("Complete", request, pb.CompleteResponse))
 
     def score(self, prompt: Prompt, *, top_logprobs: int = 1, cache_salt: str = "") -> Score:
-        """The log probability of each token of a text, with the likeliest ones of its place."""
+        """Return the log probability of each token of a text, with the likeliest tokens at its place."""
         request = score_request(prompt, self.model, top_logprobs, cache_salt)
         answer = self._call("Score", request, pb.ScoreResponse)
         return Score(tuple(answer.token_ids), tuple(answer.logprobs))
 
     def embed(self, inputs: Sequence[str | Sequence[int]], *, dimensions: int | None = None) -> list[list[float]]:
-        """The vector of each text or list of token ids, of a model that makes them (model_info().embeds)."""
+        """Return the embedding of each text or list of token ids.
+
+        The model must make embeddings (model_info().embeds).
+        """
         answer = self._call("Embed", embed_request(inputs, self.model, dimensions), pb.EmbedResponse)
         return [list(each.values) for each in answer.embeddings]
 
     def abort(self, request_id: str) -> bool:
-        """End a request that runs elsewhere; whether it was still running."""
+        """End a request that runs elsewhere; return whether it was still running."""
         return bool(self._call("Abort", pb.AbortRequest(request_id=request_id), pb.AbortResponse).aborted)
 
     # ----------------------------------------------------------------------------------------- text, models
 
     def tokenize(self, text: str | Sequence[Mapping[str, str]], *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text or a conversation, as `generate` would take it."""
+        """Return the token ids of a text or a conversation, as `generate` would use them."""
         request = tokenize_request(text, self.model, add_special_tokens)
         return list(self._call("Tokenize", request, pb.TokenizeResponse).token_ids)
 
@@ -175,7 +179,7 @@ class Client:
         return str(self._call("Detokenize", request, pb.DetokenizeResponse).text)
 
     def token_bytes(self, ids: Sequence[int]) -> bytes:
-        """What the tokens stand for one after another; of one token maybe half a character."""
+        """Return the bytes that the tokens stand for, joined; those of a single token may be half a character."""
         request = pb.DetokenizeRequest(model=self.model, token_ids=token_ids(ids))
         return self._call("Detokenize", request, pb.DetokenizeResponse).raw
 
@@ -183,19 +187,19 @@ class Client:
         return self._call("GetModelInfo", pb.GetModelInfoRequest(model=self.model), pb.GetModelInfoResponse)
 
     def loads(self) -> pb.GetLoadsResponse:
-        """How busy the engine is now."""
+        """Return how busy the engine is now."""
         return self._call("GetLoads", pb.GetLoadsRequest(model=self.model), pb.GetLoadsResponse)
 
     def models(self) -> list[pb.ModelStatus]:
-        """The server's models: those that are loaded, and those that can be."""
+        """Return the server's models: those that are loaded, and those that can be loaded."""
         return list(self._call("ListModels", pb.ListModelsRequest(), pb.ListModelsResponse).models)
 
     def load_model(self, model: str) -> float:
-        """Load a model by its name; the seconds that it took."""
+        """Load a model by its name; return the seconds that it took."""
         return float(self._call("LoadModel", pb.LoadModelRequest(model=model), pb.LoadModelResponse).seconds)
 
     def unload_model(self, model: str) -> None:
-        """Let a model's running requests end, then free its memory."""
+        """Unload a model: let its running requests end, then free its memory."""
         self._call("UnloadModel", pb.UnloadModelRequest(model=model), pb.UnloadModelResponse)
 
     def sleep_model(self, model: str) -> None:
@@ -203,14 +207,15 @@ class Client:
         self._call("SleepModel", pb.SleepModelRequest(model=model), pb.SleepModelResponse)
 
     def wake_model(self, model: str) -> float:
-        """Wake a model that sleeps; the seconds that it took."""
+        """Wake a model that sleeps; return the seconds that it took."""
         return float(self._call("WakeModel", pb.WakeModelRequest(model=model), pb.WakeModelResponse).seconds)
 
     def kv_events(self, start_sequence: int | None = None) -> Iterator[pb.KvEventBatch]:
-        """What the prefix cache comes to hold and loses, from batch `start_sequence` on, or from now on.
+        """Subscribe to the blocks that the prefix cache stores and evicts.
 
-        The subscription stands when this returns; closing the iterator, or dropping it, ends it. ServerError with the
-        code OUT_OF_RANGE means that batches were lost: forget what you know of the server.
+        The events start with batch `start_sequence`, or now if it is None. The subscription is active when this
+        returns; closing the iterator, or dropping it, ends it. ServerError with the code OUT_OF_RANGE means that
+        batches were lost: the subscriber must forget what it knows of the server.
         """
         try:
             request = pb.SubscribeKvEventsRequest(model=self.model, start_sequence=start_sequence)
@@ -219,7 +224,7 @@ class Client:
         call = self._stream("SubscribeKvEvents", pb.KvEventBatch)(
             request, timeout=self.timeout, metadata=self._metadata
         )
-        call.initial_metadata()  # waits
+        call.initial_metadata()  # waits until the subscription is active
         return _batches(call)
 
     # ----------------------------------------------------------------------------------------------- inside
@@ -265,7 +270,7 @@ def _batches(call: Any) -> Iterator[pb.KvEventBatch]:
 
 @final
 class AsyncClient:
-    """`Client` for asyncio: the same calls, awaited. Make it where the event loop runs."""
+    """A connection to one server for asyncio, with the calls of `Client`; create it where the event loop runs."""
 
     def __init__(
         self,
@@ -299,10 +304,10 @@ class AsyncClient:
         await self._channel.close(None)
 
     async def wait_until_ready(self, timeout: float = 10.0) -> None:
-        """Wait until the server answers; raises ServerError after `timeout` seconds."""
+        """Wait until the server answers; raise ServerError after `timeout` seconds."""
         try:
             await asyncio.wait_for(self._channel.channel_ready(), timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ServerError("UNAVAILABLE", f"no server answered at {self.address} within {timeout:g} s") from None
 
     def generate(
@@ -313,12 +318,15 @@ class AsyncClient:
         tap: bool = False,
         prompt_logprobs: int | None = None,
         **sampling: Any,
-    ) -> AsyncIterator[Piece]:
-        """Stream an answer, as Client.generate. Leaving the loop ends the request once the iterator is closed or dropped."""
-        options = {"request_id": request_id, "tap": tap, "prompt_logprobs": prompt_logprobs}
-        return self._pieces(generate_request(prompt, self.model, **options, **sampling))
+    ) -> AsyncIterator[Delta]:
+        """Stream an answer, with the options of `Client.generate`.
 
-    async def _pieces(self, request: pb.GenerateRequest) -> AsyncIterator[Piece]:
+        Leaving the loop ends the request once the iterator is closed or dropped.
+        """
+        options = {"request_id": request_id, "tap": tap, "prompt_logprobs": prompt_logprobs}
+        return self._deltas(generate_request(prompt, self.model, **options, **sampling))
+
+    async def _deltas(self, request: pb.GenerateRequest) -> AsyncIterator[Delta]:
         tries = Tries(self.retries, self.timeout)
         while True:
             has_begun = False
@@ -328,7 +336,7 @@ class AsyncClient:
             try:
                 async for message in call:
                     has_begun = True
-                    yield piece(message)
+                    yield delta(message)
                 return
             except grpc.RpcError as rpc_error:
                 error = error_of(rpc_error)
@@ -391,7 +399,10 @@ class AsyncClient:
         return float((await self._call("WakeModel", pb.WakeModelRequest(model=model), pb.WakeModelResponse)).seconds)
 
     async def kv_events(self, start_sequence: int | None = None) -> AsyncIterator[pb.KvEventBatch]:
-        """As Client.kv_events: `async for batch in await client.kv_events()`."""
+        """Subscribe to the prefix cache's events like `Client.kv_events`.
+
+        Use it as `async for batch in await client.kv_events()`.
+        """
         try:
             request = pb.SubscribeKvEventsRequest(model=self.model, start_sequence=start_sequence)
         except (TypeError, ValueError) as error:

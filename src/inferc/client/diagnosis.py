@@ -1,7 +1,8 @@
-"""Why a server is slow, by its metrics and by how long the way to it takes.
+"""The diagnosis of a slow server, by its metrics and by the round-trip time to it.
 
-The order is that in which to look: memory pressure, batch configuration, cache misses, network. The first that is found
-explains those behind it: sequences that wait for blocks fill the queue, and a long queue is no reason to blame the cache.
+The causes are checked in this order: memory pressure, batch configuration, cache misses, network. The first that is
+found explains those after it: sequences that wait for blocks fill the queue, and a long queue is no reason to blame the
+cache.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal
 
 from inferc.client.scrape import Change, Page
 
-MAX_LAG_SECONDS = 0.1  # of the server's event loop
+MAX_LAG_SECONDS = 0.1  # the longest lag of the server's event loop that counts as healthy
 Cause = Literal["memory", "batch", "cache", "network", "device", "engine"]
 TTFT, QUEUE, PREFILL = (
     "inferc_time_to_first_token_seconds",
@@ -25,16 +26,16 @@ TBT = "inferc_time_between_tokens_seconds"
 
 @dataclass(frozen=True)
 class Objectives:
-    """What counts as slow."""
+    """The limits above which a server counts as slow."""
 
     ttft_ms: float = 500.0
     tbt_ms: float = 100.0
-    rtt_ms: float = 50.0  # of the way to the server and back
+    rtt_ms: float = 50.0  # the round-trip time to the server
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause that was looked for. evidence: what was seen; advice: what to do, where it is the cause."""
+    """A cause that was checked, with the evidence seen and, where it is the cause, the advice what to do."""
 
     cause: Cause
     title: str
@@ -45,7 +46,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Of one model. symptoms: none for one that is well. findings: in the order in which they were looked for."""
+    """The diagnosis of one model.
+
+    symptoms: empty for a model that is well. findings: in the order in which the causes were checked.
+    """
 
     model: str
     symptoms: tuple[str, ...]
@@ -59,7 +63,10 @@ class Diagnosis:
 
 
 def diagnose(pages: Sequence[Page], model: str, round_trips: Sequence[float], objectives: Objectives) -> Diagnosis:
-    """pages: some looks, in order; round_trips: seconds that a request which does nothing took, nan where it failed."""
+    """Diagnose a model from several pages of metrics and measured round trips.
+
+    pages: in order of time; round_trips: the seconds of requests that do nothing, nan where one failed.
+    """
     whole = Change(pages[0], pages[-1], model)
     gauges = _Gauges.of(pages, model)
     rtt = _median([each for each in round_trips if not math.isnan(each)])
@@ -69,7 +76,7 @@ def diagnose(pages: Sequence[Page], model: str, round_trips: Sequence[float], ob
         symptoms.append(
             f"the way to the server and back takes {_ms(rtt)}" + (f", {failed} tries failed" if failed else "")
         )
-    # Each look has the worst of its second: one stall among them is no cause of what is slow all the time.
+    # Each page has the worst lag of one second. A single stall does not explain what is slow all the time.
     lag = _median([page.sum("inferc_event_loop_lag_seconds") for page in pages])
     if lag > MAX_LAG_SECONDS:
         symptoms.append(f"the server's own event loop comes late, by {_ms(lag)} in most seconds")
@@ -94,7 +101,7 @@ def diagnose(pages: Sequence[Page], model: str, round_trips: Sequence[float], ob
 
 @dataclass(frozen=True)
 class _Gauges:
-    """Means over the looks."""
+    """The means of a model's gauges over the pages."""
 
     running: float
     waiting: float
@@ -147,8 +154,11 @@ def _state(whole: Change) -> Finding:
 
 
 def _memory(whole: Change, gauges: _Gauges) -> Finding:
-    """Blocks are short: the cache is full, sequences are preempted, or wait though there are places."""
-    # Where none has ended meanwhile, as many as run are under way.
+    """Check for memory pressure.
+
+    The KV cache is full, sequences are preempted, or they wait though the batch has places.
+    """
+    # If no request has ended between the pages, count the running sequences instead.
     requests = whole.gain("inferc_requests_total") or max(1.0, gauges.running)
     preempted = whole.gain("inferc_preemptions_total") / requests
     waits_for_blocks = gauges.waiting >= 1 and gauges.running < 0.9 * gauges.places and gauges.kv_usage > 0.5
@@ -162,13 +172,13 @@ def _memory(whole: Change, gauges: _Gauges) -> Finding:
         "memory pressure",
         gauges.kv_usage > 0.9 or preempted > 0.1 or waits_for_blocks,
         tuple(evidence),
-        "Sequences wait for blocks of the KV cache: raise --kv-memory, compile with --kv-dtype int8, shorten what is asked"
-        " for (--max-output-tokens), or add --kv-disk.",
+        "Sequences wait for blocks of the KV cache: raise --kv-memory, compile with --kv-dtype int8,"
+        " shorten what is asked for (--max-output-tokens), or add --kv-disk.",
     )
 
 
 def _batch(whole: Change, gauges: _Gauges, objectives: Objectives) -> Finding:
-    """The batch has no place for those that wait, or steps are so long that tokens come late."""
+    """Check the batch configuration: the batch has no place for waiting sequences, or long steps delay tokens."""
     queue, ttft = whole.mean(QUEUE), whole.mean(TTFT)
     is_full = gauges.waiting >= 1 and gauges.running >= 0.9 * gauges.places
     tokens = whole.mean("inferc_step_tokens")
@@ -184,12 +194,15 @@ def _batch(whole: Change, gauges: _Gauges, objectives: Objectives) -> Finding:
             " (inferc bench throughput tells), else add a server; --max-queue-seconds refuses what would wait too long."
         )
     else:
-        advice = "Chunks of prompts make steps long: lower --max-num-batched-tokens, or set --tbt-ms so that they are cut by time."
+        advice = (
+            "Chunks of prompts make steps long: lower --max-num-batched-tokens,"
+            " or set --tbt-ms so that they are cut by time."
+        )
     return Finding("batch", "batch configuration", is_full or chunks_hold_up, tuple(evidence), advice)
 
 
 def _cache(whole: Change, pages: Sequence[Page]) -> Finding:
-    """Prompts are computed that used to be found."""
+    """Check for cache misses: prompts are computed that used to be found in the prefix cache."""
     hits, queried = "inferc_prefix_cache_hit_tokens_total", "inferc_prefix_cache_queried_tokens_total"
     first = pages[0]
     before = _ratio(first.sum(hits, model_name=whole.model), first.sum(queried, model_name=whole.model))
@@ -208,20 +221,20 @@ def _cache(whole: Change, pages: Sequence[Page]) -> Finding:
         "cache misses",
         whole.gain(queried) > 0 and is_prefill and (is_lower or (evicted > 0 and now < 0.2)),
         tuple(evidence),
-        "Prompts are computed again that were cached once: give the cache room (--kv-memory, --kv-disk), send requests that"
-        " begin alike to the same server, and pin what all share with cache_priority.",
+        "Prompts are computed again that were cached once: give the cache room (--kv-memory, --kv-disk),"
+        " send requests that begin alike to the same server, and pin what all share with cache_priority.",
     )
 
 
 def _network(whole: Change, lag: float, rtt: float, failed: int, tries: int, objectives: Objectives) -> Finding:
-    """The server is quick and the way to it is not, or its event loop comes late."""
+    """Check the network: the server is quick but the way to it is slow, or its event loop is late."""
     evidence = [
         f"a request that does nothing takes {_ms(rtt)} there and back; {failed} of {tries} failed",
         f"the server's event loop was late by {_ms(lag)} in most seconds",
         f"time to first token on the server: p90 {_ms(whole.quantile(TTFT, 0.9))}",
     ]
     slow = rtt > objectives.rtt_ms / 1e3 or failed > 0
-    if slow and not rtt <= 2 * lag:  # or there is none, since all tries failed
+    if slow and not rtt <= 2 * lag:  # also true if rtt is nan because all tries failed
         advice = (
             "The server answers at once, and the way to it is slow or loses packets: look at the network and proxies."
         )
@@ -233,7 +246,7 @@ def _network(whole: Change, lag: float, rtt: float, failed: int, tries: int, obj
 
 
 def _device(whole: Change, gauges: _Gauges) -> Finding:
-    """None of the others: steps take what they take."""
+    """Report the device as the cause if no other was found: its steps are slow by themselves."""
     step = _ratio(whole.gain("inferc_device_busy_seconds_total"), whole.gain("inferc_steps_total"))
     evidence = [
         f"the device is busy {100 * whole.busy:.0f} % of the time, a step takes {_ms(step)}",
@@ -241,8 +254,8 @@ def _device(whole: Change, gauges: _Gauges) -> Finding:
         f"steps take {_percent(whole.now('inferc_prediction_error_ratio'))} more or less than foreseen",
     ]
     advice = (
-        "Steps are long by themselves: something else uses the cores or the GPU, or the machine is at its limit; compare"
-        " with inferc bench latency, and see inferc bench kernels."
+        "Steps are long by themselves: something else uses the cores or the GPU, or the machine is at its limit;"
+        " compare with inferc bench latency, and see inferc bench kernels."
     )
     return Finding("device", "the device", True, tuple(evidence), advice)
 

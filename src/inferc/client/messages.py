@@ -1,4 +1,4 @@
-"""What the two clients share: requests built from Python values, answers taken apart, errors, and when to try again."""
+"""The parts that both clients share: building requests, reading answers, errors, and retries."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Tls:
-    """How to reach a server over TLS: PEM files with the authorities to trust (None: the system's), and, where the server
-    asks for one, with the client's own certificate and key."""
+    """The PEM files for reaching a server over TLS.
+
+    ca: the authorities to trust (None: the system's); cert, key: the client's own certificate and key, where the server
+    asks for one.
+    """
 
     ca: str | Path | None = None
     cert: str | Path | None = None
     key: str | Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises ConfigError for a file that cannot be read."""
+        """Return gRPC credentials of the files; raise ConfigError for a file that cannot be read."""
         try:
             files = [None if path is None else Path(path).read_bytes() for path in (self.ca, self.key, self.cert)]
         except OSError as error:
@@ -42,7 +45,7 @@ class Tls:
 
 
 class ServerError(InfercError):
-    """The server could not do it; `code` is the gRPC status code's name, for example UNAVAILABLE.
+    """A failure of the server; `code` is the gRPC status code's name, for example UNAVAILABLE.
 
     retry_after: seconds until another try is worth while, where the server said so.
     """
@@ -54,18 +57,23 @@ class ServerError(InfercError):
 
     @property
     def may_pass(self) -> bool:
-        """Whether the same request may succeed soon: the server starts, or has no room now."""
+        """Whether the same request may succeed soon: the server is starting, or has no room now."""
         return self.code == "UNAVAILABLE" or (self.code == "RESOURCE_EXHAUSTED" and self.retry_after is not None)
 
     def pause(self, attempt: int) -> float:
-        """Seconds to wait before the next try: what the server said, else doubled each time; with some chance, so that not
-        all clients come back at once."""
+        """Return the seconds to wait before the next try: what the server said, else doubled each time.
+
+        A random factor keeps all clients from coming back at once.
+        """
         wanted = self.retry_after if self.retry_after is not None else FIRST_PAUSE_SECONDS * 2.0**attempt
         return min(wanted, MAX_PAUSE_SECONDS) * random.uniform(0.8, 1.2)
 
 
 class Tries:
-    """How often one call is tried, and how long in all: `timeout` is what is left for the next try, in seconds."""
+    """A count of the tries of one call, within its number of retries and its timeout.
+
+    `timeout` is the seconds left for the next try.
+    """
 
     def __init__(self, retries: int, timeout: float | None) -> None:
         self._retries, self._count = retries, 0
@@ -76,7 +84,10 @@ class Tries:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     def pause(self, error: Exception) -> float | None:
-        """Seconds to wait before another try is worth while; None: it is not, or there is no time for it."""
+        """Return the seconds to wait before another try.
+
+        None means that it is not worth while, or that there is no time for it.
+        """
         if self._count >= self._retries or not isinstance(error, ServerError) or not error.may_pass:
             return None
         pause, left = error.pause(self._count), self.timeout
@@ -85,10 +96,11 @@ class Tries:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What came since the piece before it, for output `index`. The last piece of an output has a finish_reason.
+class Delta:
+    """The part of output `index` that came since the delta before it.
 
-    The last one of all has the usage; the first one has prompt_logprobs, if they were asked for.
+    The last delta of an output has a finish_reason. The last delta of all has the usage; the first one has
+    prompt_logprobs, if they were asked for.
     """
 
     index: int
@@ -102,7 +114,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole output."""
+    """A whole output of a request."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -112,14 +124,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """A text's tokens, and of each but the first its log probability, its rank and the likeliest tokens there."""
+    """The tokens of a text, and for each but the first its log probability, its rank and the likeliest tokens there."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[pb.TokenLogprobs, ...]
 
 
-def piece(message: pb.GenerateResponse) -> Piece:
-    return Piece(
+def delta(message: pb.GenerateResponse) -> Delta:
+    return Delta(
         message.index,
         message.text,
         tuple(message.token_ids),
@@ -140,16 +152,19 @@ def completions(answer: pb.CompleteResponse) -> list[Completion]:
 
 
 def generate_request(prompt: Prompt, model: str, **options: Any) -> pb.GenerateRequest:
-    """options: the request's own fields, and those of SamplingParams. Raises RequestError for what is no request."""
+    """Build a GenerateRequest; raise RequestError for invalid values.
+
+    options: the request's own fields, and those of SamplingParams.
+    """
     fields = {name: options.pop(name) for name in ("request_id", "tap", "prompt_logprobs") if name in options}
     try:
         return pb.GenerateRequest(model=model, sampling=_sampling(options), **fields, **_prompt(prompt))
-    except (TypeError, ValueError) as error:  # half of a surrogate pair, or a request_id that is no text
+    except (TypeError, ValueError) as error:  # a lone surrogate in the text, or a request_id that is not a string
         raise RequestError(f"the request cannot be sent: {error}") from None
 
 
 def score_request(prompt: Prompt, model: str, top_logprobs: int, cache_salt: str) -> pb.ScoreRequest:
-    """Raises RequestError for what is no request."""
+    """Build a ScoreRequest; raise RequestError for invalid values."""
     try:
         return pb.ScoreRequest(model=model, top_logprobs=top_logprobs, cache_salt=cache_salt, **_prompt(prompt))
     except (TypeError, ValueError) as error:
@@ -157,7 +172,7 @@ def score_request(prompt: Prompt, model: str, top_logprobs: int, cache_salt: str
 
 
 def embed_request(inputs: Sequence[str | Sequence[int]], model: str, dimensions: int | None) -> pb.EmbedRequest:
-    """Raises RequestError for what is no request."""
+    """Build an EmbedRequest; raise RequestError for invalid values."""
     if isinstance(inputs, str) or not isinstance(inputs, Sequence):
         raise RequestError(f"inputs: expected a list of texts or of lists of token ids, found {inputs!r:.80}")
     made = []
@@ -175,7 +190,7 @@ def embed_request(inputs: Sequence[str | Sequence[int]], model: str, dimensions:
 
 
 def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str, add_special_tokens: bool) -> Any:
-    """Raises RequestError for what is no request."""
+    """Build a TokenizeRequest; raise RequestError for invalid values."""
     fields = _prompt(prompt)
     if "token_ids" in fields:
         raise RequestError("these are token ids already; give a text or chat messages")
@@ -188,7 +203,7 @@ def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
         if name not in known:
             raise RequestError(f"unknown sampling parameter {name}; known: {', '.join(known)}")
     said = {name: value for name, value in values.items() if value is not None}
-    if isinstance(said.get("stop"), str):  # which protobuf would take for a list of its characters
+    if isinstance(said.get("stop"), str):  # protobuf would take a string for a list of its characters
         said["stop"] = [said["stop"]]
     try:
         return pb.SamplingParams(**said)
@@ -197,7 +212,7 @@ def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
-    """The field of a request that a prompt is. Raises RequestError for what is none."""
+    """Return the request field for a prompt; raise RequestError for what is no prompt."""
     if isinstance(prompt, str):
         return {"text": prompt}
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
@@ -208,7 +223,7 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def token_ids(values: Sequence[Any]) -> list[int]:
-    """Raises RequestError for what are none."""
+    """Return the token ids as a list; raise RequestError for values that are no token ids."""
     for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int):
             raise RequestError(f"token_ids[{index}] is {value!r:.80}; a token id is a whole number")
@@ -228,12 +243,12 @@ def _message(index: int, message: Any) -> pb.ChatMessage:
 
 
 def error_of(error: grpc.RpcError) -> InfercError:
-    """RequestError for what the server calls the client's fault, else ServerError."""
+    """Return RequestError for what the server calls the client's fault, else ServerError."""
     code, details = error.code(), error.details() or "no details"
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
         return RequestError(details)
     retry_after = None
-    metadata: Any = error.trailing_metadata() or ()  # the stubs give its entries no type
+    metadata: Any = error.trailing_metadata() or ()  # the type stubs do not type its entries
     for name, value in metadata:
         if name == "retry-after":
             retry_after = _seconds(value)
@@ -241,7 +256,7 @@ def error_of(error: grpc.RpcError) -> InfercError:
 
 
 def _seconds(value: str | bytes) -> float | None:
-    """None for what is none: a proxy may write a date."""
+    """Parse a number of seconds; return None for anything else, as a proxy may write a date."""
     try:
         seconds = float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A server's page of metrics, read from outside: what `inferc top` and `inferc doctor` look at."""
+"""A reader of a server's metrics page from outside, for `inferc top` and `inferc doctor`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Labels: TypeAlias = frozenset[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server's HTTP is. `parse` takes HOST:PORT or a URL."""
+    """The address of a server's HTTP endpoint."""
 
     host: str
     port: int
@@ -32,7 +32,7 @@ class Endpoint:
 
     @staticmethod
     def parse(text: str, api_key: str | None = None, ca: str | None = None) -> Endpoint:
-        """Raises ConfigError for what is no endpoint."""
+        """Parse HOST:PORT or a URL; raise ConfigError for what is no endpoint."""
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
             port, is_port = parts.port, True
@@ -48,7 +48,10 @@ class Endpoint:
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
 
     def get(self, path: str, timeout: float = TIMEOUT_SECONDS) -> tuple[int, bytes]:
-        """The status and the body. Raises InfercError if nothing answers."""
+        """Send a GET request; return the status and the body, or raise InfercError if nothing answers.
+
+        Raises ConfigError for an API key that cannot be sent.
+        """
         try:
             if self.is_tls:
                 context = ssl.create_default_context(cafile=self.ca)
@@ -64,7 +67,7 @@ class Endpoint:
                 return answer.status, answer.read()
             finally:
                 connection.close()
-        except ValueError:  # a line break in it, say
+        except ValueError:  # the API key has a line break, for example
             raise ConfigError(f"{self}: the API key cannot be sent; is it whole, and nothing else?") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -73,7 +76,10 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Page:
-    """All samples of a page. at: on the monotonic clock; seconds: that the server took to answer."""
+    """A server's page of metrics, with all its samples.
+
+    at: the time of the page on the monotonic clock; seconds: how long the server took to answer.
+    """
 
     at: float
     seconds: float
@@ -81,7 +87,7 @@ class Page:
 
     @staticmethod
     def fetch(endpoint: Endpoint) -> Page:
-        """Raises InfercError if nothing answers, or no page of ours."""
+        """Fetch the page of a server; raise InfercError if nothing answers, or if it is not an inferc server's page."""
         start = time.monotonic()
         status, body = endpoint.get("/metrics")
         seconds = time.monotonic() - start
@@ -110,17 +116,17 @@ class Page:
         return [dict(labels)["model_name"] for labels in self.samples.get("inferc_requests_open", ())]
 
     def sum(self, name: str, **labels: str) -> float:
-        """Of all samples of this name that have these labels; 0 where there are none."""
+        """Return the sum of all samples of this name that have these labels; 0 where there are none."""
         wanted = set(labels.items())
         return math.fsum(value for found, value in self.samples.get(name, {}).items() if wanted <= found)
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """The samples by the value of one label."""
+        """Return the samples that have these labels, by the value of the label `label`."""
         wanted = set(labels.items())
         return {dict(found)[label]: value for found, value in self.samples.get(name, {}).items() if wanted <= found}
 
     def histogram(self, name: str, **labels: str) -> Histogram:
-        """As it is counted; no bounds where there is none."""
+        """Return a histogram of the page; it has no bounds where the page has none of this name."""
         buckets = {float(bound): count for bound, count in self.by(f"{name}_bucket", "le", **labels).items()}
         histogram = Histogram([bound for bound in sorted(buckets) if bound != math.inf])
         before = 0.0
@@ -133,7 +139,10 @@ class Page:
 
 @dataclass(frozen=True)
 class Change:
-    """What happened on a model between two pages. A counter that fell began anew, so counts from 0."""
+    """The change of a model's metrics between two pages.
+
+    A counter that fell was restarted, so its gain counts from 0.
+    """
 
     before: Page
     after: Page
@@ -149,25 +158,25 @@ class Change:
         return after - before if after >= before else after
 
     def rate(self, name: str, **labels: str) -> float:
-        """A second."""
+        """Return a counter's gain per second."""
         return self.gain(name, **labels) / self.seconds
 
     def share(self, part: str, whole: str) -> float:
-        """nan where there is nothing of the whole."""
+        """Return the gain of one counter over that of another; nan where the other gained nothing."""
         total = self.gain(whole)
         return self.gain(part) / total if total > 0 else math.nan
 
     def now(self, name: str, **labels: str) -> float:
-        """A gauge."""
+        """Return a gauge's value on the later page."""
         return self.after.sum(name, model_name=self.model, **labels)
 
     def mean(self, name: str) -> float:
-        """Of a histogram's values meanwhile."""
+        """Return the mean of a histogram's values between the pages; nan where there were none."""
         count = self.gain(f"{name}_count")
         return self.gain(f"{name}_sum") / count if count > 0 else math.nan
 
     def quantile(self, name: str, share: float) -> float:
-        """Of a histogram's values meanwhile; nan where there were none."""
+        """Return a quantile of a histogram's values between the pages; nan where there were none."""
         after = self.after.histogram(name, model_name=self.model)
         before = self.before.histogram(name, model_name=self.model)
         if before.count <= after.count and before.bounds == after.bounds:
@@ -181,11 +190,11 @@ class Change:
 
     @property
     def busy(self) -> float:
-        """Share of the time in which the device had a step."""
+        """The share of the time between the pages in which the device ran a step."""
         return min(1.0, self.rate("inferc_device_busy_seconds_total"))
 
     @property
     def batch_fill(self) -> float:
-        """Mean share of the batch's places that were taken in a step; nan without steps."""
+        """The mean share of the batch's places that were taken in a step; nan without steps."""
         places = self.now("inferc_sequences_max")
         return self.share("inferc_step_sequences_total", "inferc_steps_total") / places if places else math.nan

@@ -1,1 +1,1 @@
-"""From a Hugging Face model to an artifact, and the judges of what came of it."""
+"""The compiler: from a Hugging Face model to an artifact, and the commands that judge an artifact."""

@@ -1,6 +1,7 @@
-"""`inferc compile MODEL -o OUT --add-target`: code for another chip in an artifact that is there, whose weights stay as they are.
+"""The command `inferc compile MODEL -o OUT --add-target`, which adds code for another chip to an existing artifact.
 
-The artifact's own program is compiled again, for what is new; the model is only looked at, to tell that it is the one.
+The weights stay as they are. The artifact's own program is compiled again for the new chip; the model is read only to
+check that it is the same one.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ log = logging.getLogger(__name__)
 def add_target(
     model: str | Path, out: str | Path, config: CompileConfig, *, progress: Progress | None = None
 ) -> CompileSummary:
-    """Add the chips of `config.target` to the artifact at `out`, in one move; its weight files are shared, not copied.
+    """Add the chips of `config.target` to the artifact at `out`, in one move.
 
-    Raises ConfigError for another model or other settings than it was compiled with, and for a chip that it has.
+    Its weight files are shared, not copied. Raises ConfigError for another model or other settings than it was compiled
+    with, and for a chip that it already has.
     """
     start, report = time.perf_counter(), progress or silent
     artifact = load_artifact(out, to_run=False)
@@ -61,7 +63,8 @@ def add_target(
     if was_signed:
         log.warning(
             "%s was signed, and what was added is not: its signature is gone; sign it again: inferc sign %s --key KEY",
-            *(out, out),
+            out,
+            out,
         )
     return CompileSummary(
         path=folder.out,
@@ -76,7 +79,7 @@ def add_target(
 
 
 def _added(artifact: Artifact, wanted: Target) -> Target:
-    """The chips to compile for."""
+    """Return the chips to compile for; raise ConfigError where they cannot be added to the artifact."""
     have = artifact.manifest["targets"]
     specs = {find_spec(target) for target in have}
     if specs != {wanted.spec} or not wanted.spec.more_targets:
@@ -93,6 +96,7 @@ def _added(artifact: Artifact, wanted: Target) -> Target:
 
 
 def _check_same(artifact: Artifact, model: str | Path, config: CompileConfig) -> None:
+    """Raise ConfigError unless the model and the settings are those that the artifact was compiled with."""
     facts, kept = json.loads(json_bytes(hf_facts(load(model)))), artifact.model["hf_config"]
     if differ := sorted(name for name in {*facts, *kept} if facts.get(name) != kept.get(name)):
         raise ConfigError(
@@ -104,12 +108,13 @@ def _check_same(artifact: Artifact, model: str | Path, config: CompileConfig) ->
         value, compiled = getattr(config, name), artifact.config[name]
         if value not in (getattr(defaults, name), compiled):
             raise ConfigError(
-                f"{artifact.path} was compiled with {name} {compiled}, not {value}; leave --{name.replace('_', '-')} out"
+                f"{artifact.path} was compiled with {name} {compiled}, not {value};"
+                f" leave --{name.replace('_', '-')} out"
             )
 
 
 def _write(artifact: Artifact, added: Target, writer: ArtifactWriter, report: Progress) -> list[dict[str, Any]]:
-    """Compile the artifact's program for the new chips; returns their rows of the kernel table."""
+    """Compile the artifact's program for the new chips; return their rows of the kernel table."""
     from inferc.codegen.triton.code import write_code
     from inferc.codegen.triton.emit import emit
     from inferc.runtime.runners.reference import graph_of
@@ -119,7 +124,8 @@ def _write(artifact: Artifact, added: Target, writer: ArtifactWriter, report: Pr
     made = json.loads(json_bytes(step.program_json_fields))
     if any(artifact.program[name] != value for name, value in made.items()):
         raise ArtifactError(
-            f"{artifact.path} is by {artifact.manifest['producer']}, whose kernels are not this inferc's; compile it again"
+            f"{artifact.path} is by {artifact.manifest['producer']}, whose kernels are not this inferc's;"
+            " compile it again"
         )
     _, rows = write_code(
         step, added.archs, writer.add, lambda done, total: report("compile kernels", done, total), with_ptx=False
@@ -128,7 +134,7 @@ def _write(artifact: Artifact, added: Target, writer: ArtifactWriter, report: Pr
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under another name, or a copy of it where the file system has no such thing."""
+    """Link a file under another name, or copy it where the file system has no hard links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)

@@ -1,6 +1,6 @@
-"""`inferc.compile`: the whole line from a Hugging Face model to an artifact. Like the command line it sees every stage.
+"""The compiler behind `inferc.compile`, from a Hugging Face model to an artifact. It imports every stage.
 
-frontend (capture) → passes (lower) → codegen (kernels, weights, manifest) → certificate → one rename.
+The stages are frontend (capture) → passes (lower) → codegen (kernels, weights, manifest) → certificate → one rename.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from inferc.codegen.folder import OutputFolder
 from inferc.codegen.select import kernel_named
 from inferc.compiler.certify import Certifier, encoder, make_prompts, run_kernels
 from inferc.config import CompileConfig, ResolvedCompileConfig
+from inferc.cost.expert_loads import ExpertLoads
 from inferc.cost.recorder import CostRecorder
 from inferc.errors import ConfigError, RequestError
-from inferc.expert_loads import ExpertLoads
 from inferc.frontend.capture import capture
 from inferc.frontend.check import random_copy
 from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CompileSummary:
-    """What a compile made and how long it took."""
+    """A summary of what a compile made and how long it took."""
 
     path: Path
     seconds: float
@@ -87,8 +87,8 @@ def compile(
 ) -> CompileSummary:
     """Compile `model` into the artifact folder `out`.
 
-    model: a Hugging Face folder, a hub id, or a transformers causal language model in memory, which brings its
-    `tokenizer` (transformers' own; without one the artifact takes and gives token ids only).
+    model: a Hugging Face folder, a hub id, or a transformers causal language model in memory, which comes with its
+    `tokenizer` (transformers' own; without one the artifact takes and returns token ids only).
     `out` appears complete or not at all; an artifact that is there already is replaced in one move.
     progress: called with each stage and how much of it is done.
     """
@@ -104,7 +104,7 @@ def compile(
         resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 4 * num_parameters)
         too_large = config.certify == "auto" and resolved.certify == "layers"
         generation = generation_defaults(checkpoint)
-        sampling_params.generation_defaults(generation)  # says what of it no request could have, while it can be mended
+        sampling_params.generation_defaults(generation)  # before compiling, report defaults that no request may have
         build = _Build(
             checkpoint, resolved, backend, folder, tokenizer, report, interrupts, generation, passes, ranks, too_large
         )
@@ -125,7 +125,7 @@ def compile(
 
 
 class _Build:
-    """One artifact in the making. `run` leaves `folder` complete but for the move to its place."""
+    """An artifact while it is built; `run` leaves `folder` complete except for the move to its place."""
 
     def __init__(
         self,
@@ -157,15 +157,17 @@ class _Build:
         self.kernels: list[dict[str, Any]] = []
 
     def _check_chat(self) -> None:
-        """Whether the runtime makes of conversations what transformers does; a model whose template it does not run is still
-        good for plain prompts."""
+        """Check that the runtime renders conversations as transformers does, and warn where it does not.
+
+        A model whose chat template the runtime cannot run is still useful for plain prompts.
+        """
         try:
             Text(self.folder.path / "tokenizer").chat_template  # noqa: B018 (it compares as it is made)
         except RequestError as error:
             log.warning("%s: chats will be refused: %s", self.checkpoint.name, error)
 
     def run(self) -> dict[str, Any] | None:
-        """Write everything; returns the certificate."""
+        """Write everything; return the certificate."""
         self.report("read the tokenizer", 0, 1)
         tokenizer = tokenizer_files(self.checkpoint, self.tokenizer, self.generation)
         for name, data in tokenizer.items():
@@ -193,7 +195,10 @@ class _Build:
         return None if certifier is None else certifier.certificate.to_json()
 
     def _check_lowers(self, program: Program) -> None:
-        """Raise what lowering will refuse: on a copy, as the reference runs first and may take minutes."""
+        """Raise what lowering would refuse.
+
+        Lowering is tried on a copy, as the reference runs before the real lowering and may take minutes.
+        """
         twin = program_lib.from_json(program_lib.to_json(program))
         if self.ranks.count > 1:
             self.report("check the kernels", 0, 1)
@@ -207,7 +212,7 @@ class _Build:
             self.backend.try_write(own, self.lower_config)
 
     def lower_and_write(self, program: Program, certifier: Certifier | None) -> dict[str, Any]:
-        """Lower `program` and write its artifact, without a certificate; returns the manifest but for the files."""
+        """Lower `program` and write its artifact without a certificate; return the manifest without the files."""
         costs = CostRecorder()
         ranks = self._lower(program, certifier, costs)
         first = ranks[0].program
@@ -236,7 +241,10 @@ class _Build:
         return manifest
 
     def _lower(self, program: Program, certifier: Certifier | None, costs: CostRecorder) -> list[RankProgram]:
-        """The lowered programs of all ranks. The pass log, and the costs, go on with the first rank's."""
+        """Lower the program; return the lowered programs of all ranks.
+
+        After the partition, the pass log and the costs are those of the first rank.
+        """
         observe = self._observer(certifier, costs)
         if self.ranks.count == 1:
             self.records = lower(program, self.lower_config, observe=observe)
@@ -261,7 +269,7 @@ class _Build:
         return ranks
 
     def _add_program(self, rank: RankProgram, written: Written) -> dict[str, Any]:
-        """Write the program of one rank, whose code is written; returns its entry in the manifest."""
+        """Write the program of one rank, whose code is already written; return its entry in the manifest."""
         file = f"program-{rank.label}.json" if rank.label else PROGRAM
         self.writer.add_program(rank.program, written.plan.to_json(), written.fields, file, rank.prefix)
         return program_entry(
@@ -275,7 +283,7 @@ class _Build:
         )
 
     def _observer(self, certifier: Certifier | None, costs: CostRecorder | None, label: str = "") -> Observe:
-        """Keeps the text and the costs after every pass, and lets the certificate see it."""
+        """Return an observer of passes that keeps the program's text and costs after each and informs the certifier."""
         folder = f"graph/{label}" if label else "graph"
 
         def observe(index: int, name: str, rewrites: int, program: Program) -> None:
@@ -305,7 +313,7 @@ class _Build:
         )
 
     def _certify_copy(self, copied: Checkpoint) -> Certifier:
-        """The certificate of a small random copy, compiled the same way beside the real artifact and thrown away."""
+        """Certify a small random copy, which is compiled in the same way as the real artifact and then thrown away."""
         layers = copied.config.num_hidden_layers
         log.info("certificate: on a random copy of the first %d layers", layers)
         with tempfile.TemporaryDirectory() as scratch, OutputFolder(Path(scratch) / "copy") as folder:
@@ -339,7 +347,7 @@ class _Build:
             certifier.add_kernels(ran_by, logits, greedy)
 
     def _model_facts(self, program: Program) -> dict[str, Any]:
-        """What the runtime must know of the model."""
+        """Return the facts that the runtime needs of the model."""
         defaults = self.generation
         return {
             **program.info,
@@ -351,19 +359,19 @@ class _Build:
         }
 
 
-SMALL_MODEL = 50_000_000  # parameters
-# Of a Hugging Face config: where it was and what wrote it, which say nothing of the model.
+SMALL_MODEL = 50_000_000  # the number of parameters below which a model is small
+# Entries of a Hugging Face config that do not describe the model: where it was, and what wrote it.
 VOLATILE_FACTS = ("_name_or_path", "transformers_version")
 
 
 def hf_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the Hugging Face config says of the model."""
+    """Return the entries of the Hugging Face config that describe the model."""
     config = checkpoint.config.to_dict()
     return {key: value for key, value in sorted(config.items()) if key not in VOLATILE_FACTS}
 
 
 def _ranks(config: CompileConfig) -> Ranks:
-    """Over how many ranks to spread the model. Raises ConfigError for sizes that do not go together."""
+    """Return over how many ranks to spread the model; raise ConfigError for sizes that do not go together."""
     placed: dict[int, Placement] = {}
     if config.expert_loads is not None:
         if config.ep == 1:
@@ -374,7 +382,7 @@ def _ranks(config: CompileConfig) -> Ranks:
 
 
 def _quantization(stages: Sequence[Program]) -> dict[str, Any]:
-    """What the pass `quantize` says it did, of all stages together."""
+    """Return what the pass `quantize` reports, summed over all pipeline stages."""
     done = [program.info["quantization"] for program in stages if "quantization" in program.info]
     if not done:
         return {}
@@ -386,7 +394,7 @@ def _quantization(stages: Sequence[Program]) -> dict[str, Any]:
 
 
 def _kernel_rows(programs: Sequence[Program], config: LowerConfig) -> list[dict[str, Any]]:
-    """The kernel table: each kernel that a node uses, and how many do."""
+    """Return the kernel table: each kernel that a node uses, and by how many nodes it is used."""
     nodes = [node for program in programs for node in program.graph.nodes]
     counts = Counter(str(node.meta["kernel"]) for node in nodes if "kernel" in node.meta)
     return [
@@ -396,17 +404,17 @@ def _kernel_rows(programs: Sequence[Program], config: LowerConfig) -> list[dict[
 
 
 def _pass_row(record: PassRecord) -> dict[str, Any]:
-    """A line of the manifest's pass log: without the time it took, as equal input gives equal bytes."""
+    """Return a line of the manifest's pass log, without the time it took, so that equal input gives equal bytes."""
     return {name: value for name, value in dataclasses.asdict(record).items() if name != "seconds"}
 
 
 def silent(_stage: str, _done: int, _total: int) -> None:
-    """The progress of nobody watching."""
+    """Ignore the progress of a compile that nobody watches."""
 
 
 @contextmanager
 def _threads_for(num_parameters: int) -> Iterator[None]:
-    """One torch thread for a small model: handing its tiny products around costs more than they do."""
+    """Use one torch thread for a small model, whose products are too small to gain from more threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if num_parameters < SMALL_MODEL else before)
     try:
@@ -417,10 +425,10 @@ def _threads_for(num_parameters: int) -> Iterator[None]:
 
 @dataclass
 class _Interrupts:
-    """Whether a signal asked to stop.
+    """A record of whether a signal asked the compile to stop.
 
-    The exception that the handler raises may land in a `__del__` or a weakref's callback, where Python only tells of it
-    (`told`); so every stage, and the last step before the artifact appears, look here too.
+    The exception that the signal handler raises may land in a `__del__` or a weakref's callback, where Python only
+    reports it (`told`). Therefore every stage, and the last step before the artifact appears, check this record too.
     """
 
     seen: bool = False
@@ -434,7 +442,10 @@ class _Interrupts:
             raise KeyboardInterrupt
 
     def told(self, tell: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
-        """`tell`, but for the exception that the handler raised: whoever sent the signal is answered when it is looked for."""
+        """Return a hook that calls `tell` for every unraisable exception but the one that the signal handler raised.
+
+        The signal is answered when the record is checked next.
+        """
 
         def hook(found: sys.UnraisableHookArgs) -> None:
             if not (self.seen and found.exc_type is KeyboardInterrupt):
@@ -443,7 +454,7 @@ class _Interrupts:
         return hook
 
     def checked(self, progress: Progress) -> Progress:
-        """`progress` behind a check."""
+        """Return `progress` with a check for a signal before each call."""
 
         def report(stage: str, done: int, total: int) -> None:
             self.check()
@@ -454,7 +465,10 @@ class _Interrupts:
 
 @contextmanager
 def _interrupts() -> Iterator[_Interrupts]:
-    """Let SIGTERM and SIGINT unwind, so that what is half-written goes away. Only the main thread may do so."""
+    """Let SIGTERM and SIGINT unwind the compile, so that half-written files are removed.
+
+    Only the main thread may set signal handlers.
+    """
     interrupts = _Interrupts()
     usual: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     ours = [number for number, handler in usual.items() if signal.getsignal(number) is handler]

@@ -1,11 +1,11 @@
-"""The certificate: how far each pass, and the compiled kernels, moved the numbers from the Hugging Face model's.
+"""The certificate: how far each pass, and the compiled kernels, moved the logits from the Hugging Face model's.
 
 Every row compares logits over the same few prompts with the float32 Hugging Face model. A float32 row must stay within
-`drift.FLOAT32_BUDGET`; a row in another dtype may be no worse than `REFERENCE_FACTOR` times Hugging Face's own run in that
-dtype, in the mean and at every position (`_judge`). The row of a lossy pass (weights, rows or the KV cache in integers)
-has the budget of all lossy passes up to it, and later rows may be no worse than that row, in the same way. What the
-kernels generate token by token must be what they find most likely in a prefill of the same tokens. Like build.py this
-module sees every stage.
+`drift.FLOAT32_BUDGET`; a row in another dtype may be no worse than `REFERENCE_FACTOR` times Hugging Face's own run in
+that dtype, in the mean and at every position (`_judge`). The row of a lossy pass (weights, rows or the KV cache in
+integers) has the budget of all lossy passes up to it, and later rows may be no worse than that row, judged the same
+way. The tokens that the kernels generate one by one must be those that they find most likely in a prefill of the same
+tokens. This module imports every stage, as build.py does.
 """
 
 from __future__ import annotations
@@ -52,41 +52,45 @@ from inferc.targets import find_spec
 
 log = logging.getLogger(__name__)
 
-NEAR_TIE = 1e-3  # logits this close may swap places in float32 arithmetic of another order
+NEAR_TIE = 1e-3  # logits this close may swap places when float32 sums are added in another order
 PROMPT_LENGTHS = (7, 24, 40, 64)
 GREEDY_TOKENS = 16
 PROMPT_TEXT = (
     "def read_lines(path):\n    with open(path) as file:\n        return [line.rstrip() for line in file]\n",
     "The compiler reads the model once, writes what the machine needs to run it, and never has to look at it again. ",
     "Question: what is the capital of France, and which river runs through it? Answer: ",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self.items.append(item)\n",
+    (
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
+        "    def push(self, item):\n        self.items.append(item)\n"
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the certificate. Errors are of centred logits; KL is from the float32 reference, in nats."""
+    """A line of the certificate; errors are those of centred logits, KL is from the float32 reference, in nats."""
 
     name: str
-    ran_by: str  # transformers, reference (the ops' references) or the target's kernels, and the machine
+    ran_by: str  # transformers, reference (the ops' references), or the target's kernels and the machine
     dtype: str
-    max_abs_error: float | None  # these three are None where the logits are not all finite numbers
-    relative_error: float | None  # root of the mean square, relative to the reference's
-    kl: float | None  # mean over positions
+    # max_abs_error, relative_error and kl are None where the logits are not all finite numbers.
+    max_abs_error: float | None
+    relative_error: float | None  # the root mean square of the error, relative to that of the reference's logits
+    kl: float | None  # the mean over positions
     top1_agreement: float
-    greedy_equal: int | None = None  # prompts whose greedy tokens are those of transformers in the same dtype
+    greedy_equal: int | None = None  # how many prompts have the greedy tokens of transformers in the same dtype
     ok: bool = True
     reason: str = ""
 
 
 @dataclass
 class Certificate:
-    """Rows in the order of the compile; `scope` says which weights they were computed with."""
+    """The rows of a certificate in the order of the compile; `scope` says which weights they were computed with."""
 
     scope: str
     prompts: list[list[int]]
     rows: list[Row] = field(default_factory=list)
-    lossy: list[Budget] = field(default_factory=list)  # of the passes that round to integers, in their order
+    lossy: list[Budget] = field(default_factory=list)  # the budgets of the passes that round to integers, in order
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -107,7 +111,7 @@ class Certificate:
 
 
 def make_prompts(encode: Callable[[str], list[int]] | None, vocab_size: int, max_model_len: int) -> list[list[int]]:
-    """Token ids of a few prompts of different lengths: text where there is a tokenizer, else random ids."""
+    """Return the token ids of a few prompts of different lengths: text where there is a tokenizer, else random ids."""
     generator = np.random.default_rng(0)
     prompts = []
     for length, text in zip(PROMPT_LENGTHS, PROMPT_TEXT, strict=True):
@@ -118,10 +122,11 @@ def make_prompts(encode: Callable[[str], list[int]] | None, vocab_size: int, max
 
 
 class Certifier:
-    """Collects rows while a program is lowered, then from whatever runs the artifact; refuses what drifted.
+    """A collector of certificate rows while a program is lowered and its artifact is run.
 
-    scope: a sentence for the certificate. allow_drift: record a row over its budget and go on. kernels_round: those of
-    the target round rows that the program has in floats, so that a quantized program's kernels have its budget again.
+    It refuses rows that drifted. scope: a sentence for the certificate. allow_drift: record a row over its budget and
+    go on. kernels_round: whether the target's kernels round rows that the program keeps in floats, so that the kernels
+    of a quantized program are judged by the budget of its lossy passes again.
     """
 
     def __init__(
@@ -146,18 +151,21 @@ class Certifier:
         model = wide if dtype == "float32" else reference_model(checkpoint, dtype, max_model_len)
         self.greedy = [reference_greedy(model, prompt, self.greedy_tokens) for prompt in prompts]
         self._model = model
-        self._reference_kl: Tensor | None = None  # of what later rows must not be worse than:
+        # The KL per position of the run that later rows must not be worse than, and the name of that run.
+        self._reference_kl: Tensor | None = None
         self._reference_name = f"transformers' own in {dtype}"
-        self._budget: Budget | None = None  # of the lossy passes, the last of which the next row is the first to show
+        # The joint budget of the lossy passes, if the next row is the first after one of them.
+        self._budget: Budget | None = None
         if dtype != "float32":
             logits = [reference_logits(model, prompt) for prompt in prompts]
             row, self._reference_kl = self._compare("hugging_face", "transformers", logits)
             self.certificate.rows.append(row)
 
     def observe(self, index: int, name: str, rewrites: int, program: Program) -> None:
-        """After a pass (passes.pipeline.Observe): run the ops' references if the pass changed anything."""
+        """Run the ops' references after a pass that changed anything, and add a row (a passes.pipeline.Observe)."""
         graph = re.sub(r"  #.*", "", program.to_text())
-        if (index and not rewrites) or graph == self._graph:  # choosing kernels and planning memory move no number
+        # Choosing kernels and planning memory change no number.
+        if (index and not rewrites) or graph == self._graph:
             return
         self._graph = graph
         self._has_router = "inferc.moe_experts" in graph
@@ -167,13 +175,13 @@ class Certifier:
         self.add(name, "reference", logits)
 
     def _see_lossy(self, program: Program) -> None:
-        """If the next row is the first behind a lossy pass, it has a budget."""
+        """Set the budget of the next row if it is the first after a lossy pass."""
         budgets = budgets_of(program)
         if budgets != self.certificate.lossy:
             self.certificate.lossy, self._budget = budgets, together(budgets)
 
     def observe_ranks(self, ranks: Sequence[RankProgram]) -> None:
-        """After the partition: the ranks' lowered programs together, by the ops' references."""
+        """Run the ranks' lowered programs together by the ops' references after the partition, and add a row."""
         stages = [
             [each.program for each in ranks if each.pp_stage == stage]
             for stage in range(1 + max(each.pp_stage for each in ranks))
@@ -185,14 +193,21 @@ class Certifier:
         self.add("partition", f"reference, {len(ranks)} ranks", logits)
 
     def add_kernels(self, ran_by: str, logits: Sequence[Tensor], greedy: Sequence[list[int]]) -> None:
-        """The row of an artifact's compiled step: logits per prompt [T, vocab_size], and what it generates."""
+        """Add the row of an artifact's compiled step.
+
+        logits: one tensor [T, vocab_size] per prompt; greedy: the token ids that it generates per prompt.
+        """
         equal = sum(self._same_greedy(index, found) for index, found in enumerate(greedy))
         if self._kernels_round and self.certificate.lossy:
             self._budget = together(self.certificate.lossy)
         self.add("kernels", f"{ran_by} on {platform.system()}-{platform.machine()}".lower(), logits, equal)
 
     def _same_greedy(self, index: int, found: list[int]) -> bool:
-        """Equal tokens, or different ones that the reference finds equally likely where they part (float32 only)."""
+        """Return whether the greedy tokens of prompt `index` are as expected.
+
+        In float32, different tokens also count as equal if the reference finds them equally likely where they first
+        differ.
+        """
         expected = self.greedy[index]
         if found == expected:
             return True
@@ -207,8 +222,8 @@ class Certifier:
         row = replace(row, greedy_equal=greedy_equal, reason=self._judge(row, kl, greedy_equal))
         row = replace(row, ok=not row.reason)
         self.certificate.rows.append(row)
-        if self._budget is not None:  # what comes now computes the same integers, and is measured by them
-            if bool(kl.isfinite().all()):  # kept in spite of its drift, it would measure nothing
+        if self._budget is not None:  # later rows compute the same integers: this row is their reference
+            if bool(kl.isfinite().all()):  # a row that is kept with --allow-drift but not finite can be no reference
                 self._reference_kl, self._reference_name = (
                     kl,
                     f"the {self._budget.name} program's own by the references",
@@ -219,7 +234,10 @@ class Certifier:
             raise VerifyError(f"{name} (run by {row.ran_by}): {row.reason}; --allow-drift compiles it all the same")
 
     def _compare(self, name: str, ran_by: str, found: Sequence[Tensor]) -> tuple[Row, Tensor]:
-        """The row without judgement, and the KL of each position. found: logits per prompt [T, vocab_size]."""
+        """Return the row without judgement, and the KL of each position.
+
+        found: one tensor of logits [T, vocab_size] per prompt.
+        """
         found_drift = drift.measure(found, self.reference)
         row = Row(
             name,
@@ -233,7 +251,7 @@ class Certifier:
         return row, found_drift.kl
 
     def _judge(self, row: Row, kl: Tensor, greedy_equal: int | None) -> str:
-        """Why the row is over its budget; empty if it is not."""
+        """Return why the row is over its budget; empty if it is not."""
         if row.max_abs_error is None or row.relative_error is None or row.kl is None:
             return "its logits are not all finite numbers"
         if self._budget is not None:
@@ -253,15 +271,18 @@ class Certifier:
 
 
 def run_reference(program: Program, token_ids: list[int], read_weight: ReadWeight) -> Tensor:
-    """Logits [T, vocab_size] of one sequence by the ops' references, at whatever stage of lowering the program is."""
+    """Compute logits [T, vocab_size] of one sequence by the ops' references.
+
+    The program may be at any stage of lowering.
+    """
     count = len(token_ids)
     if uses_dense_cache(program):
         inputs = dense_inputs([token_ids], [0], new_dense_caches(program, 1, count))
     elif program.block_size:
-        blocks = range(1, 1 - (-count // program.block_size))  # block 0 is padding's
+        blocks = range(1, 1 - (-count // program.block_size))  # block 0 is reserved for padding
         caches = new_kv_caches(program, len(blocks) + 1)
         inputs = step_inputs(program, [Chunk(token_ids, 0, blocks)], caches)
-    else:  # [1, T] as captured, [T] once flattened
+    else:  # inputs are [1, T] as captured, [T] once the batch is flattened
         known = {"token_ids": torch.tensor(token_ids), "positions": torch.arange(count)}
         dims = {node.name: node.meta["val"].dim() for node in program.inputs()}
         inputs = {name: value[None] if dims[name] == 2 else value for name, value in known.items() if name in dims}
@@ -273,11 +294,12 @@ def run_reference(program: Program, token_ids: list[int], read_weight: ReadWeigh
 def run_kernels(
     artifact: Path, prompts: list[list[int]], num_greedy: int, *, token_budget: int = 64
 ) -> tuple[str, list[Tensor], list[list[int]]]:
-    """Serve an artifact's compiled step: (what runs it, logits [T, vocab_size] per prompt, greedy ids per prompt).
+    """Run an artifact's compiled step on prompts; return (name, logits, greedy).
 
-    token_budget: tokens of a step at most; a longer prompt is computed in chunks.
-    Raises VerifyError if decoding gave other tokens than a prefill of the same tokens finds most likely: a row's bits
-    depend on its own sequence only, so there is no tolerance. Of onnxruntime and TensorRT that is not so, and it is not asked.
+    name: that of the runner; logits: one tensor [T, vocab_size] per prompt; greedy: the greedy token ids per prompt.
+    token_budget: the most tokens of a step; a longer prompt is computed in chunks. Raises VerifyError if decoding gives
+    other tokens than a prefill of the same tokens finds most likely. There is no tolerance, since the bits of a row
+    depend on its own sequence only. This does not hold for onnxruntime and TensorRT, so they are not checked.
     """
     loaded = load_artifact(artifact)
     engine = load_engine(loaded, max_num_seqs=len(prompts), max_num_batched_tokens=token_budget, prefix_cache=False)
@@ -308,10 +330,10 @@ def run_kernels(
 
 
 def _scored_logits(engine: Engine, runner: ObservableRunner, prompt: list[int]) -> Tensor:
-    """The logits of every position of a prompt, seen as the engine scores it."""
+    """Return the logits of every position of a prompt, observed while the engine scores it."""
     seen: list[Tensor] = []
     runner.watch_logits(lambda rows: seen.append(torch.from_numpy(rows)))
-    engine.score("certificate", [*prompt, 0])  # a token's logits are computed to score the next
+    engine.score("certificate", [*prompt, 0])  # one token more: logits are computed to score the token after them
     while engine.has_work:
         engine.step()
     engine.take_scores()
@@ -320,12 +342,15 @@ def _scored_logits(engine: Engine, runner: ObservableRunner, prompt: list[int]) 
 
 
 def _figure(value: float) -> float | None:
-    """Four digits: more would be noise in a file that people read and compare. JSON has no NaN: None."""
+    """Round to four digits, as more would be noise in a file that people read; return None for NaN and infinity.
+
+    JSON has neither.
+    """
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def encoder(tokenizer_json: bytes | None) -> Callable[[str], list[int]] | None:
-    """Text to ids, by an artifact's tokenizer.json."""
+    """Return a function from text to ids by an artifact's tokenizer.json; None without one."""
     if tokenizer_json is None:
         return None
     from tokenizers import Tokenizer

@@ -1,8 +1,9 @@
-"""One request on an artifact's engine and on the Hugging Face model: where the numbers part.
+"""The comparison of one request on an artifact's engine with the Hugging Face model, layer by layer.
 
-The engine runs the request as it serves it, with taps on what each layer hands to the next and on the logits. The model
-then reads the same tokens, in the artifact's dtype and, where that fits in memory, in float32, which is the judge: an
-artifact may be as far from it as `drift` allows its dtype or its scheme. Like certify.py this module sees every stage.
+The engine runs the request as it serves it, with taps on each layer's output and on the logits. The model then reads
+the same tokens, in the artifact's dtype and, where it fits in memory, in float32. The float32 run is the judge: an
+artifact may be as far from it as `drift` allows its dtype or its quantization scheme. This module imports every stage,
+as certify.py does.
 """
 
 from __future__ import annotations
@@ -32,26 +33,28 @@ from inferc.targets import find_spec
 
 log = logging.getLogger(__name__)
 
-MEMORY_SHARE = 0.8  # of what is free, that the float32 model may take
-PARTS = 2.0  # numbers part where the engine is this many times as far from float32 as the model in its own dtype,
-PARTS_FLOOR = 1e-4  # and at least so far, relative
+MEMORY_SHARE = 0.8  # the share of free memory that the float32 model may take
+# A layer counts as differing (`parts`) if the engine's relative distance from float32 is more than PARTS times that of
+# the model in its own dtype, and more than PARTS_FLOOR.
+PARTS = 2.0
+PARTS_FLOOR = 1e-4
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the engine answered, and the values of its layers: [rows, hidden_size] at `positions`."""
+    """The engine's answer, its logits, and the values of its layers, [rows, hidden_size] at positions."""
 
     prompt_len: int
-    ids: list[int]  # the prompt's and the answer's
-    sampled: Tensor  # positions behind which a token was sampled
-    logits: Tensor  # at these, [samples, vocab_size]
-    layers: dict[int, tuple[Tensor, Tensor]]  # positions and values
+    ids: list[int]  # the tokens of the prompt, then of the answer
+    sampled: Tensor  # the positions after which a token was sampled
+    logits: Tensor  # the logits at the sampled positions, [samples, vocab_size]
+    layers: dict[int, tuple[Tensor, Tensor]]  # by layer: positions and values
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a model has for the same tokens, at every position."""
+    """The logits and layer values that a model computes for the same tokens, at every position."""
 
     logits: Tensor
     layers: list[Tensor]
@@ -65,9 +68,12 @@ def diff(
     options: Mapping[str, Any],
     report: Report,
 ) -> dict[str, Any]:
-    """Compare, as JSON: `ok` (None where nothing judges), `reason`, `tokens`, `logits`, `layers`, `parts_at`.
+    """Compare a request's numbers on the engine and on the model, and return the comparison as JSON.
 
-    options: fields of EngineConfig. Raises ConfigError for a model that is not the artifact's, and what taps and models raise.
+    Its keys are `ok` (None where there is nothing to judge by), `reason`, `dtype`, `prompt_tokens`, `tokens`, `logits`,
+    `layers` and `parts_at` (the first layer that differs).
+    options: fields of EngineConfig. Raises ConfigError for a model that is not the artifact's, and whatever taps and
+    models raise.
     """
     target = str(artifact.manifest["targets"][0])
     if find_spec(target).kv == "dense":
@@ -107,7 +113,7 @@ def diff(
 
 
 def check_same(artifact: Artifact, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError unless the checkpoint is, as far as its config tells, what the artifact was compiled from."""
+    """Raise ConfigError unless the checkpoint's config agrees with the model that the artifact was compiled from."""
     config, facts = checkpoint.config, artifact.model
     for name in ("model_type", "vocab_size", "hidden_size"):
         found = getattr(config, name, None)
@@ -119,7 +125,7 @@ def check_same(artifact: Artifact, checkpoint: Checkpoint) -> None:
 
 
 def _is_greedy(params: SamplingParams) -> bool:
-    """Whether the model's own most likely tokens are what is asked for."""
+    """Return whether the request asks for the model's own most likely tokens."""
     plain = SamplingParams()
     names = (
         "repetition_penalty",
@@ -137,9 +143,9 @@ def _is_greedy(params: SamplingParams) -> bool:
 
 
 def layer_outputs(program: Mapping[str, Any], hidden_size: int) -> dict[int, tuple[Node, ...]]:
-    """Of each layer, the values whose sum the next one begins with: one, or two that the next layer's norm adds.
+    """Return, for each layer, the values whose sum is the input of the next layer.
 
-    A layer that hands on anything else is left out.
+    There is one value, or two that the next layer's norm adds. A layer with any other output is left out.
     """
     nodes, entries = all_nodes(program), program["program"]["nodes"]
     readers: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -162,7 +168,7 @@ def layer_outputs(program: Mapping[str, Any], hidden_size: int) -> dict[int, tup
 
 
 def _sources(value: Any) -> Iterator[str]:
-    """Ids of the nodes that an argument holds, at any depth."""
+    """Yield the ids of the nodes that an argument holds, at any depth."""
     if isinstance(value, Mapping):
         if "node" in value:
             yield value["node"]
@@ -190,7 +196,7 @@ def _run_engine(
     ids = [*prompt, *answer.outputs[0].token_ids]
     if len(ids) == len(prompt):
         raise RequestError("the engine's answer has no token: there is nothing to compare")
-    new = len(ids) - len(prompt)  # a stop string may have ended it behind the engine's back
+    new = len(ids) - len(prompt)  # the engine may have sampled more: a stop string cuts the answer afterwards
     return Found(
         len(prompt),
         ids,
@@ -201,7 +207,7 @@ def _run_engine(
 
 
 def _values(tapped: TappedSequence, nodes: tuple[Node, ...], end: int) -> tuple[Tensor, Tensor]:
-    """Positions before `end` and the sum of the values there, of nodes with equal rows."""
+    """Return the positions before `end` and the sum of the values there, of nodes with equal rows."""
     rows = tapped.sampled if nodes[0].by_logits_row else torch.arange(len(tapped.token_ids)).numpy()
     count = int((rows < end).sum())
     whole = torch.stack([torch.from_numpy(tapped.values[node.name][:count].copy()).float() for node in nodes]).sum(0)
@@ -212,7 +218,7 @@ def _values(tapped: TappedSequence, nodes: tuple[Node, ...], end: int) -> tuple[
 
 
 def _judge(artifact: Artifact, checkpoint: Checkpoint, ids: list[int], report: Report) -> Reference | None:
-    """The model in float32, if it fits in memory."""
+    """Run the model in float32, if it fits in memory."""
     needed, free = 4 * int(artifact.model["num_parameters"]), available_memory_bytes()
     if needed > MEMORY_SHARE * free:
         log.warning("no judge: the float32 model takes %.1f GB, and %.1f GB are free", needed / 1e9, free / 1e9)
@@ -222,7 +228,10 @@ def _judge(artifact: Artifact, checkpoint: Checkpoint, ids: list[int], report: R
 
 
 def _verdict(artifact: Artifact, found: Found, own: Reference, wide: Reference | None) -> tuple[bool | None, str]:
-    """Whether the engine's logits are within the artifact's budget, and why not."""
+    """Return whether the engine's logits are within the artifact's budget, and why not.
+
+    The verdict is None where nothing can judge.
+    """
     judge = own if wide is None else wide
     ours = drift.measure([found.logits], [judge.logits[found.sampled]])
     budget = _budget(artifact)
@@ -231,7 +240,7 @@ def _verdict(artifact: Artifact, found: Found, own: Reference, wide: Reference |
     if budget is not None:
         count = len(ours.kl)
         missed = round(count * (1.0 - ours.top1_agreement))
-        # A share of a few positions, rounded up: one of six is no more than a tenth of many.
+        # With few positions the allowed share is rounded up: one miss in six does not show a rate above a tenth.
         is_few = missed <= math.ceil(count * (1.0 - budget.min_top1))
         reason = drift.over_budget(float(ours.kl.mean()), 1.0 if is_few else ours.top1_agreement, budget)
     elif wide is None:
@@ -247,7 +256,7 @@ def _verdict(artifact: Artifact, found: Found, own: Reference, wide: Reference |
 
 
 def _budget(artifact: Artifact) -> Budget | None:
-    """Of the lossy passes that the artifact has been through together; None if there were none."""
+    """Return the joint budget of the artifact's lossy passes; None if there were none."""
     lossy = [KV_INT8] if any(group["dtype"] == "int8" for group in artifact.kv_groups) else []
     done = artifact.model.get("quantization")
     lossy += [SCHEMES[done["scheme"]].budget] if done and done["products"] else []
@@ -265,7 +274,7 @@ def _token_rows(engine: list[int], greedy: list[int] | None) -> dict[str, Any]:
 
 
 def _logits_row(found: Found, name: str, logits: Tensor, to: str, reference: Tensor) -> dict[str, Any]:
-    """How far the logits of the answer's tokens are from a reference's."""
+    """Return how far the logits of the answer's tokens are from a reference's."""
     found_drift = drift.measure([logits], [reference])
     answer = torch.tensor(found.ids[found.prompt_len :])[:, None]
     ours, theirs = (each.double().log_softmax(-1).gather(1, answer) for each in (logits, reference))
@@ -305,5 +314,5 @@ def _distance(values: Tensor, reference: Tensor) -> dict[str, float | None]:
 
 
 def _figure(value: float) -> float | None:
-    """Four digits; JSON has no NaN."""
+    """Round to four digits; return None for NaN and infinity, which JSON does not have."""
     return float(f"{value:.4g}") if math.isfinite(value) else None

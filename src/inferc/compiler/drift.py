@@ -1,4 +1,4 @@
-"""How far logits are from a reference's, and when that is too far: what certificates and `inferc diff` judge by."""
+"""The measure of how far logits are from a reference's, and the limits that certificates and `inferc diff` judge by."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from torch import bool as bool_
 if TYPE_CHECKING:
     from inferc.passes.quantize.schemes import Budget
 
-FLOAT32_BUDGET = 1e-5  # of `relative_error`
-REFERENCE_FACTOR = 1.1
-STANDARD_ERRORS = 3.0  # a mean KL is worse only if it is so beyond its own sampling error,
-MARGIN = 0.5  # which excuses no more than this share of the reference's mean
-OUTLIER_FACTOR = 10.0  # a position this many times further off than the reference's furthest is broken,
-OUTLIER_FLOOR = 1e-3  # if it is further off than this, in nats
-# unless a router chose another expert there: it may where two are equally likely to within rounding, in any dtype but
-# float32. Such positions are few, and the text goes on to make sense.
+FLOAT32_BUDGET = 1e-5  # the largest `relative_error` of a float32 program
+REFERENCE_FACTOR = 1.1  # a mean KL may be this many times the reference's
+# A mean KL is too large if it exceeds REFERENCE_FACTOR times the reference's by more than STANDARD_ERRORS times its own
+# standard error. This margin is at most MARGIN times the reference's mean.
+STANDARD_ERRORS = 3.0
+MARGIN = 0.5
+# A position is broken if its KL is more than OUTLIER_FACTOR times the reference's largest, and more than OUTLIER_FLOOR
+# nats.
+OUTLIER_FACTOR = 10.0
+OUTLIER_FLOOR = 1e-3
+# Exception: in a dtype other than float32 a router may choose another expert where two are equally likely to within
+# rounding. At most ROUTED_SHARE of the positions may be off for this reason, each by at most ROUTED_KL nats.
 ROUTED_SHARE, ROUTED_KL = 0.03, 2.0
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Of logits from a reference's, over all positions. Errors are of centred logits."""
+    """The distance of logits from a reference's, over all positions; errors are those of centred logits."""
 
     max_abs_error: float
-    relative_error: float  # root of the mean square, relative to the reference's
-    kl: Tensor  # of each position, from the reference, in nats
+    relative_error: float  # the root mean square of the error, relative to that of the reference's logits
+    kl: Tensor  # the KL divergence from the reference at each position, in nats
     top1_agreement: float
 
     @property
@@ -40,7 +44,7 @@ class Drift:
 
 
 def measure(found: Sequence[Tensor], reference: Sequence[Tensor]) -> Drift:
-    """Logits per prompt [T, vocab_size], beside the reference's."""
+    """Measure how far logits are from the reference's; both are one tensor [T, vocab_size] per prompt."""
     errors, sizes, largest, kls, agreed = 0.0, 0.0, 0.0, [], 0
     for logits, expected in zip(found, reference, strict=True):
         ours, wide = logits.double().log_softmax(-1), expected.double().log_softmax(-1)
@@ -55,19 +59,19 @@ def measure(found: Sequence[Tensor], reference: Sequence[Tensor]) -> Drift:
 
 
 def _centred(log_probabilities: Tensor) -> Tensor:
-    """Logits up to the constant of each position that no probability depends on."""
+    """Subtract the mean of each position, since a constant added to its logits changes no probability."""
     return log_probabilities - log_probabilities.mean(-1, keepdim=True)
 
 
 def over_float32(relative_error: float) -> str:
-    """Why a float32 program is too far from float32; empty if it is not."""
+    """Return why a float32 program is too far from float32; empty if it is not."""
     if relative_error <= FLOAT32_BUDGET:
         return ""
     return f"its logits are off by {relative_error:.1e} of the reference's, allowed {FLOAT32_BUDGET:.0e}"
 
 
 def over_budget(kl: float, top1_agreement: float, budget: Budget) -> str:
-    """Why a quantized program is too far from float32; empty if it is not."""
+    """Return why a quantized program is too far from float32; empty if it is not."""
     if kl > budget.max_kl:
         return f"its KL to float32 is {kl:.2e} nats, {budget.name} is allowed {budget.max_kl:.2e}"
     if top1_agreement < budget.min_top1:
@@ -79,11 +83,17 @@ def over_budget(kl: float, top1_agreement: float, budget: Budget) -> str:
 
 
 def over_own(kl: Tensor, own: Tensor, name: str, has_router: bool = False) -> str:
-    """Whether KL per position is worse than that of `name`, `own`: at any position, or in the mean. Empty if not."""
+    """Return why the KL per position is worse than `own`, that of `name`; empty if it is not.
+
+    It is worse if a single position is broken, or if the mean is too large.
+    """
     limit = max(OUTLIER_FACTOR * float(own.max()), OUTLIER_FLOOR)
     routed = (kl > limit) & (kl <= ROUTED_KL) if has_router else zeros_like(kl, dtype=bool_)
     if int(routed.sum()) > max(1.0, ROUTED_SHARE * len(kl)):
-        return f"{int(routed.sum())} of {len(kl)} positions are off by more than {limit:.1e} nats, too many to be ties of the router"
+        return (
+            f"{int(routed.sum())} of {len(kl)} positions are off by more than {limit:.1e} nats,"
+            " too many to be ties of the router"
+        )
     kl, own = kl[~routed], own[~routed]
     if not len(kl):
         return ""

@@ -1,4 +1,7 @@
-"""The passes of a model, from its config.json alone: captured and lowered in memory, nothing written."""
+"""The explanation of a model's passes from its config.json alone: it is captured and lowered in memory.
+
+Nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a compile of the model would stop: the pass it would stop in, and what that says."""
+    """The pass in which a compile of the model would stop, and the reason it gives."""
 
     pass_name: str
     reason: str
@@ -34,17 +37,20 @@ class Refusal:
 
 @dataclass(frozen=True)
 class ExplainedModel:
+    """The costs of a model after each pass, the resolved compile config, and what refused the model."""
+
     costs: CostLog
     config: ResolvedCompileConfig
     refusal: Refusal | None
-    captured_layers: tuple[int, ...]  # how many layers each model that was captured has
+    captured_layers: tuple[int, ...]  # the number of layers of each model that was captured
 
 
 def explain_model(path: str | Path, config: CompileConfig, progress: Progress) -> ExplainedModel:
-    """Capture and lower the model of `path`, a Hugging Face folder, a config.json or a hub id. Reads no weights.
+    """Capture and lower the model of `path`, a Hugging Face folder, a config.json or a hub id, without reading weights.
 
-    Where layers repeat, two shortened models are captured and the rest of the layers is counted (see `layers`).
-    Raises what a compile does that refuses the model before the passes; what a pass refuses is in the result.
+    Where layers repeat, two shortened models are captured and the costs of the other layers are extrapolated (see
+    `frontend.layers`). Raises what a compile raises if it refuses the model before the passes; a refusal by a pass is
+    part of the result.
     """
     progress("read config.json", 0, 1)
     checkpoint = load_config(path)
@@ -56,7 +62,7 @@ def explain_model(path: str | Path, config: CompileConfig, progress: Progress) -
         sizes = [_num_elements(each) for each in (checkpoint, fewer, more)]
         if sizes[0] == sizes[1] + repeated.times * (sizes[2] - sizes[1]):
             short, _ = _lowered(fewer, resolved, progress, check=False)
-            # It has every layer of the short one, so it alone needs to be checked against transformers.
+            # The longer model has every layer of the shorter, so it alone needs to be checked against transformers.
             longer, refusal = _lowered(more, resolved, progress, check=True)
             if len(short.passes) == len(longer.passes):
                 costs = extended(short, longer, repeated.times)
@@ -73,7 +79,7 @@ def _num_elements(checkpoint: Checkpoint) -> int:
 def _lowered(
     checkpoint: Checkpoint, config: ResolvedCompileConfig, progress: Progress, *, check: bool
 ) -> tuple[CostLog, Refusal | None]:
-    """The costs after each pass, up to one that refuses the model."""
+    """Return the costs after each pass, up to a pass that refuses the model."""
     progress(f"capture {checkpoint.config.num_hidden_layers} layers", 0, 1)
     program = capture(checkpoint, config.dtype, config.max_model_len, check=check)
     target = Target.parse(config.target)

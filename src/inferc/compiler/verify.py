@@ -1,6 +1,6 @@
-"""`inferc verify`: an artifact's certificate anew, on this machine, with what runs the artifact here.
+"""The command `inferc verify`: it computes an artifact's certificate again, on this machine, with its own kernels.
 
-Like certify.py this module sees every stage.
+This module imports every stage, as certify.py does.
 """
 
 from __future__ import annotations
@@ -23,28 +23,32 @@ from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine
 from inferc.targets import Target
 
-COPIES = 2  # of the model in float32: Hugging Face's and the program's weights
+COPIES = 2  # copies of the model in float32 that memory must hold: Hugging Face's and the program's weights
 Report = Callable[[str, int, int], None]
 
 
 def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
-    """The rows of a certificate, as JSON: `ok`, `reason`, the kernels' `max_abs_error`, `kl`, `top1_agreement`, `greedy_equal`,
-    and `passes`, all rows.
+    """Compute an artifact's certificate again and return its rows as JSON.
 
-    model: what OUT was compiled from. The passes of this inferc lower it again, and after each that changes something the
-    references compute its logits; then OUT itself is run. Every row is beside Hugging Face's model in float32, and is
-    judged as at compile time. Raises ConfigError for another model, UnsupportedError for what cannot be verified here.
+    The keys are `ok`, `reason`, the kernels' `max_abs_error`, `kl`, `top1_agreement` and `greedy_equal`, `num_prompts`,
+    and `passes` with all rows.
+
+    model: the model that OUT was compiled from. The passes of this inferc lower it again, and after each pass that
+    changes something the references compute its logits; then OUT itself is run. Every row is compared with Hugging
+    Face's model in float32 and judged as at compile time. Raises ConfigError for another model, UnsupportedError for an
+    artifact that cannot be verified here.
     """
     artifact = load_artifact(out)
     target = Target.parse(str(artifact.config["target"]))
     if target.spec.kernels_certified == "never":
         raise UnsupportedError(
-            f"{out} is for target {target}, which runs on {target.spec.runs_on}: verify does not judge that; use inferc diff,"
-            " and inferc eval OUT for its loss"
+            f"{out} is for target {target}, which runs on {target.spec.runs_on}: verify does not judge that;"
+            " use inferc diff, and inferc eval OUT for its loss"
         )
     if artifact.config["passes"]:
         raise UnsupportedError(
-            f"{out} was compiled with --pass {', '.join(artifact.config['passes'])}, which verify does not run; use inferc diff"
+            f"{out} was compiled with --pass {', '.join(artifact.config['passes'])}, which verify does not run;"
+            " use inferc diff"
         )
     needed, free = COPIES * 4 * int(artifact.model["num_parameters"]), available_memory_bytes()
     if needed > free:
@@ -53,7 +57,7 @@ def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
             " use inferc diff, or a machine with more memory"
         )
     report("try the artifact", 0, 1)
-    load_engine(artifact, max_num_seqs=1).close()  # what is missing here is said now, not after the references
+    load_engine(artifact, max_num_seqs=1).close()  # report what this machine lacks now, not after the references
     report("read the model", 0, 1)
     checkpoint = load(model)
     check_same(artifact, checkpoint)

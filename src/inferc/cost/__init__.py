@@ -1,1 +1,1 @@
-"""What a program moves and computes, and what devices can do."""
+"""The cost model: what a program moves and computes, and what devices can do."""

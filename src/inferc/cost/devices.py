@@ -1,7 +1,8 @@
 """The devices that `inferc explain` knows: memory, its bandwidth, and peak arithmetic by dtype.
 
-Figures are the makers' own for dense arithmetic (without sparsity), named row by row in `source`; a GB is 10^9 bytes, so
-that the few percent that a driver keeps are left out. `cpu` is the machine that asks: its memory's bandwidth is measured.
+Figures are the makers' own for dense arithmetic (without sparsity), named row by row in `source`. A GB is 10^9 bytes,
+so the few percent of memory that a driver keeps are not subtracted. `cpu` is the machine that runs the command: the
+bandwidth of its memory is measured.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 
 from inferc.errors import ConfigError
 
-# Assumptions, not measurements: from the end of one kernel to the start of the next in a CUDA graph; one barrier of all
-# threads between two ops of a step on the CPU.
+# Assumed, not measured: seconds from the end of one kernel to the start of the next in a CUDA graph.
 GPU_LAUNCH_S = 2e-6
+# Assumed, not measured: seconds of one barrier of all threads between two ops of a step on the CPU.
 CPU_BARRIER_S = 1e-6
-# Of a core whose clock is not known: 3 GHz, two fused multiply-adds of four float32 a cycle.
+# The peak of a core whose clock is not known: 3 GHz, two fused multiply-adds of four float32 per cycle.
 NOMINAL_CORE_FLOPS = 48e9
 
 
@@ -30,11 +31,11 @@ class Device:
     source: str
 
     def peak(self, dtype: str) -> float:
-        """Operations a second in `dtype`; in float32 where the device has no units for it."""
+        """Return the operations per second in `dtype`, or in float32 where the device has no units for `dtype`."""
         return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
     def ridge(self, dtype: str) -> float:
-        """Operations per byte above which the device's arithmetic, and not its memory, is the limit."""
+        """Return the operations per byte above which the device's arithmetic, and not its memory, is the limit."""
         return self.peak(dtype) / self.bytes_per_s
 
 
@@ -44,7 +45,10 @@ def _gpu(name: str, title: str, memory_gb: int, gb_per_s: int, peaks: Mapping[st
 
 
 def _tera(float32: float, half: float, **more: float) -> dict[str, float]:
-    """10^12 operations a second: in float32 (outside of the matrix units), in both 16-bit floats, and others."""
+    """Return peaks in 10^12 operations per second by dtype.
+
+    float32 is the peak outside of the matrix units; half is the peak of both 16-bit floats; more holds other dtypes.
+    """
     return {"float32": float32, "bfloat16": half, "float16": half, **more}
 
 
@@ -66,10 +70,10 @@ GPUS: tuple[Device, ...] = (
         "NVIDIA GeForce RTX 4090",
         24,
         1008,
-        _tera(82.6, 165.2, int8=660.6, float8_e4m3fn=330.3),  # floats with float32 sums
+        _tera(82.6, 165.2, int8=660.6, float8_e4m3fn=330.3),  # peaks of floats are with float32 accumulation
         "NVIDIA Ada GPU Architecture whitepaper, appendix A",
     ),
-    # Turing's matrix units know no bfloat16.
+    # The matrix units of Turing do not support bfloat16.
     _gpu("t4", "NVIDIA T4", 16, 320, {"float32": 8.1, "float16": 65, "int8": 130}, "NVIDIA T4 datasheet"),
 )
 
@@ -77,19 +81,22 @@ NAMES = ("cpu", *(device.name for device in GPUS))
 
 
 def check_device(name: str) -> None:
-    """Raise ConfigError unless `name` is a device: before work that takes seconds."""
+    """Raise ConfigError unless `name` is a device, before work that takes seconds."""
     if name not in NAMES:
         raise ConfigError(f"unknown device {name!r}; known: {', '.join(NAMES)}")
 
 
 def find_device(name: str) -> Device:
-    """The device of that name; `cpu` takes a moment, as it is measured. Raises ConfigError."""
+    """Return the device of that name; raise ConfigError for an unknown one.
+
+    `cpu` takes a moment, as its memory bandwidth is measured.
+    """
     check_device(name)
     return this_machine() if name == "cpu" else next(device for device in GPUS if device.name == name)
 
 
 def this_machine() -> Device:
-    """The processor this runs on, with the cores that this process may use."""
+    """Return the processor this runs on, with the cores that this process may use."""
     from inferc.config import available_cores, available_memory_bytes
     from inferc.cost.machine import cpuinfo, measure_read, peak_flops
 

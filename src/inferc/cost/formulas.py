@@ -1,8 +1,8 @@
-"""What a program costs: the bytes its ops move and their arithmetic, as formulas over the sizes of a step.
+"""The costs of a program as formulas: the bytes that its ops move and their arithmetic, over the sizes of a step.
 
 A formula is a sum of coefficients times quantities of a step, so the costs of a program after a pass are a short table
-of numbers. An artifact stores it, and any step on any device can be predicted from it. No torch here: `op_costs` makes
-the table from a Program.
+of numbers. An artifact stores it, and any step on any device can be predicted from it. Imports no torch: `op_costs`
+makes the table from a Program.
 """
 
 from __future__ import annotations
@@ -14,32 +14,38 @@ from typing import Any
 
 from inferc.cost.devices import Device
 
-# quantity -> coefficient, in a fixed order so that equal costs are equal keys. Quantities are:
+# A formula maps quantities to coefficients, in a fixed order so that equal costs are equal keys. The quantities are:
 #   1                       a constant
 #   T, S, B, T*T …          tokens, logits rows and sequences of the step, and products of them
 #   keys:KIND:WINDOW        cached positions that the step's sequences read in one attention layer
-#   pairs:KIND:WINDOW       pairs of a query and a key it sees, in one attention layer
+#   pairs:KIND:WINDOW       pairs of a query and a key that it sees, in one attention layer
 #   experts:E:K:ROWS        experts out of E that ROWS tokens (T or S) touch, each choosing K
 Formula = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Step:
-    """The sizes of a step: `num_tokens` tokens, evenly of `num_seqs` sequences that are `context` long after it."""
+    """The sizes of a step of `num_tokens` tokens, spread evenly over `num_seqs` sequences.
+
+    Each sequence has `context` tokens after the step.
+    """
 
     num_tokens: int
     num_seqs: int
-    num_rows: int  # rows whose logits are asked for
+    num_rows: int  # the number of rows whose logits are computed
     context: int
 
     @staticmethod
     def prefill(input_len: int) -> Step:
-        """One prompt, computed in one step."""
+        """Return the step that computes one whole prompt."""
         return Step(input_len, 1, 1, input_len)
 
     @staticmethod
     def decode(num_seqs: int, context: int) -> Step:
-        """One new token for each of `num_seqs` sequences, which are `context` tokens long with it."""
+        """Return the step that computes one new token for each of `num_seqs` sequences.
+
+        Each sequence has `context` tokens, the new one included.
+        """
         return Step(num_seqs, num_seqs, num_seqs, context)
 
     def quantity(self, name: str) -> float:
@@ -62,7 +68,7 @@ class Step:
 
 
 def expected_experts(num_experts: int, top_k: int, num_rows: float) -> float:
-    """How many experts `num_rows` tokens touch if each picks `top_k` at random: uniform routing, the mean.
+    """Return how many experts `num_rows` tokens touch in the mean, if each picks `top_k` at random (uniform routing).
 
     Real routers have favourites, and touch fewer.
     """
@@ -70,7 +76,7 @@ def expected_experts(num_experts: int, top_k: int, num_rows: float) -> float:
 
 
 def _keys(context: int, new: int, kind: str, window: int) -> int:
-    """Positions that the last `new` queries of a sequence of `context` tokens see, all together."""
+    """Return how many positions the last `new` queries of a sequence of `context` tokens see altogether."""
     first = context - new
     if kind == "window":
         return context - max(0, first - window + 1)
@@ -80,7 +86,7 @@ def _keys(context: int, new: int, kind: str, window: int) -> int:
 
 
 def _seen(length: int, kind: str, window: int) -> int:
-    """How many keys the first `length` queries of a sequence see, summed."""
+    """Return how many keys the first `length` queries of a sequence see, summed over the queries."""
     if kind == "window" and length > window:
         return _triangle(window) + (length - window) * window
     if kind == "chunk":
@@ -94,31 +100,31 @@ def _triangle(length: int) -> int:
 
 @dataclass(frozen=True)
 class OpCost:
-    """One op: bytes of weights, of the KV cache and of activations that it reads and writes, and its arithmetic."""
+    """The cost of one op: bytes of weights, KV cache and activations that it reads and writes, and its arithmetic."""
 
     op: str
-    dtype: str  # what it multiplies in, which decides the device's peak
+    dtype: str  # the dtype of its multiplications, which decides the device's peak
     weights: Formula = ()
     cache: Formula = ()
     activations: Formula = ()
     flops: Formula = ()
-    kernel: str = ""  # that runs it, once one is chosen
+    kernel: str = ""  # the name of the kernel that runs it, once one is chosen
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """The program after a pass."""
+    """The costs of the program after a pass."""
 
     name: str
     rewrites: int
     nodes_before: int
     nodes_after: int
-    ops: Mapping[OpCost, int]  # how often each occurs
+    ops: Mapping[OpCost, int]  # how often each op cost occurs
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model whatever it runs on."""
+    """The facts of a model that do not depend on the device it runs on."""
 
     model_type: str
     architecture: str
@@ -127,14 +133,15 @@ class ModelFacts:
     num_parameters: int
     max_model_len: int
     weights_bytes: int
-    kv_groups: tuple[dict[str, Any], ...]  # kind, layers (how many), num_kv_heads, head_dim, window, bytes_per_token
+    # Each KV group has the keys kind, layers (how many), num_kv_heads, head_dim, window and bytes_per_token.
+    kv_groups: tuple[dict[str, Any], ...]
     kv_bytes_per_token: int
-    kv_bytes_per_token_ungrouped: int  # if every query head had a K and V of its own
+    kv_bytes_per_token_ungrouped: int  # as if every query head had K and V of its own (no GQA)
 
 
 @dataclass(frozen=True)
 class CostLog:
-    """A model's facts, and its program as captured and after every pass."""
+    """The facts of a model, and the costs of its program as captured and after every pass."""
 
     facts: ModelFacts
     captured: PassCost
@@ -145,7 +152,7 @@ class CostLog:
         return (self.captured, *self.passes)[-1]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able data in which each distinct op is written once; `from_json` reads it back."""
+        """Return JSON-able data in which each distinct op is written once; `from_json` reads it back."""
         everything = (self.captured, *self.passes)
         ops = {op: index for index, op in enumerate(dict.fromkeys(op for row in everything for op in row.ops))}
         rows = [{**_header(row), "ops": [[ops[op], count] for op, count in row.ops.items()]} for row in everything]
@@ -184,14 +191,17 @@ def _op_load(data: Mapping[str, Any]) -> OpCost:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step on a device: every kernel takes the longer of its memory traffic and its arithmetic, and a launch."""
+    """The predicted cost of a step on a device.
+
+    Every kernel takes the longer of its memory traffic and its arithmetic, plus a launch.
+    """
 
     weights_bytes: float
     cache_bytes: float
     activation_bytes: float
     flops: float
-    memory_s: float  # of the kernels that wait for memory
-    compute_s: float  # of those that wait for arithmetic
+    memory_s: float  # the time of the kernels that are bound by memory
+    compute_s: float  # the time of the kernels that are bound by arithmetic
     launch_s: float
     num_kernels: int
 
@@ -205,12 +215,12 @@ class Prediction:
 
     @cached_property
     def bound(self) -> str:
-        """ "memory" or "compute": which of the two the longer part of the step waits for."""
+        """The resource, "memory" or "compute", that bounds the longer part of the step."""
         return "memory" if self.memory_s >= self.compute_s else "compute"
 
 
 def predict(ops: Mapping[OpCost, int], step: Step, device: Device) -> Prediction:
-    """What `step` of a program of these ops moves and computes, and how long `device` takes at its limits."""
+    """Predict what `step` of a program of these ops moves and computes, and how long `device` takes at its limits."""
     totals = dict.fromkeys(FORMULAS, 0.0)
     memory_s = compute_s = 0.0
     for op, count in ops.items():
@@ -229,9 +239,9 @@ def predict(ops: Mapping[OpCost, int], step: Step, device: Device) -> Prediction
 
 
 def extended(short: CostLog, longer: CostLog, times: int) -> CostLog:
-    """The costs of a model that has `times` more of the layers that `longer` has and `short` has not.
+    """Return the costs of a model that has `times` more of the layers that `longer` has and `short` has not.
 
-    Exact, as equal layers cost the same and are rewritten the same: everything but sizes is counted.
+    Exact, as equal layers cost the same and are rewritten the same; everything but sizes is counted.
     """
 
     def scaled(first: int, second: int) -> int:

@@ -1,9 +1,10 @@
 """The cost of each op of a Program, at any stage from captured to lowered, as formulas over the step's sizes.
 
 An op reads its inputs once and writes its results once, as one kernel with ideal caches would; weights, KV cache and
-activations are counted apart. Views are free. What an op is not known for gets the default: it reads its inputs, writes
-its results and does one operation for each element of the largest of them; or, where it has a `weight` whose matrices
-fit its first argument, that product's. Other products, lookups and what uses the cache have a row in `COSTS`.
+activations are counted separately. Views are free. An op without a row in `COSTS` gets the default cost: it reads its
+inputs, writes its results and does one operation for each element of the largest of them; or, where it has an argument
+`weight` whose matrices fit its first argument, the arithmetic of that product. Other products, lookups and ops that use
+the cache have a row in `COSTS`.
 """
 
 from __future__ import annotations
@@ -23,28 +24,59 @@ from inferc.cost.formulas import Formula, OpCost, Step
 from inferc.ir.ops import cached_head_dim
 from inferc.ir.program import MASK_KINDS, Program, dtype_name, target_name
 
-Terms = dict[str, int]  # a formula in the making
-TYPICAL = Step(num_tokens=4096, num_seqs=64, num_rows=64, context=4096)  # to say which of two sizes is the larger
+Terms = dict[str, int]  # a formula while it is built
+TYPICAL = Step(num_tokens=4096, num_seqs=64, num_rows=64, context=4096)  # decides which of two sizes is the larger
 
-# Another view of what is there: nothing moves.
+# Ops that only make another view of a value: they move nothing.
 VIEWS = frozenset(
     f"aten.{name}"
     for name in (
-        *("view", "_unsafe_view", "reshape", "slice.Tensor", "select.int", "transpose.int", "permute", "t", "alias"),
-        *("unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims", "expand", "detach", "split.Tensor", "chunk"),
-        *("split_with_sizes", "unbind.int", "narrow", "movedim.int", "view_as_real", "view_as_complex"),
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "slice.Tensor",
+        "select.int",
+        "transpose.int",
+        "permute",
+        "t",
+        "alias",
+        "unsqueeze",
+        "squeeze",
+        "squeeze.dim",
+        "squeeze.dims",
+        "expand",
+        "detach",
+        "split.Tensor",
+        "chunk",
+        "split_with_sizes",
+        "unbind.int",
+        "narrow",
+        "movedim.int",
+        "view_as_real",
+        "view_as_complex",
     )
 ) | {"getitem"}
-# Move without arithmetic.
+# Ops that move data without arithmetic.
 COPIES = frozenset(
     f"aten.{name}"
     for name in (
-        *("_to_copy", "clone", "cat", "stack", "copy", "constant_pad_nd", "arange"),
-        *("arange.start_step", "full", "zeros", "ones", "empty.memory_format", "scalar_tensor"),
+        "_to_copy",
+        "clone",
+        "cat",
+        "stack",
+        "copy",
+        "constant_pad_nd",
+        "arange",
+        "arange.start_step",
+        "full",
+        "zeros",
+        "ones",
+        "empty.memory_format",
+        "scalar_tensor",
     )
 )
 COPIES |= {"inferc.resize_heads"}
-# Operations for each element of the result, of ops that do what several plain ones do.
+# Operations per element of the largest value, for ops that do the work of several plain ones.
 PER_ELEMENT = {
     "inferc.rms_norm": 4,  # square, sum, scale, weight
     "inferc.rms_norm_add": 5,
@@ -64,7 +96,7 @@ PER_ELEMENT = {
 
 
 class Sizes:
-    """The sizes of one program's values as formulas: which symbol is the tokens, the rows and the sequences."""
+    """The sizes of one program's values as formulas over the numbers of tokens, logits rows and sequences."""
 
     def __init__(self, program: Program) -> None:
         inputs = {node.name: node.meta["val"] for node in program.inputs()}
@@ -75,7 +107,10 @@ class Sizes:
         self.cached: dict[tuple[Any, ...], Terms] = {}
 
     def elements(self, shape: Iterable[int | torch.SymInt]) -> Terms:
-        """The product of `shape`; nothing for the cache and its tables, whose size is no matter of the step."""
+        """Return the product of `shape`, empty for the KV cache and its tables.
+
+        The size of these does not depend on the step.
+        """
         key = tuple(map(_expression, shape))
         if key not in self.cached:
             self.cached[key] = self._product(key)
@@ -93,7 +128,7 @@ class Sizes:
         if not symbols:
             return {"1": int(product)}
         poly = product.as_poly(*symbols)
-        if poly is None:  # T // 2 or the like: nearly proportional
+        if poly is None:  # a size such as T // 2, which is nearly proportional to T
             values = {symbol: getattr(TYPICAL, SIZES_OF[self.letters[symbol]]) for symbol in symbols}
             largest = max(symbols, key=lambda symbol: values[symbol])
             return {self.letters[largest]: int(product.subs(values)) // values[largest]}
@@ -128,7 +163,7 @@ def formula(terms: Terms) -> Formula:
 
 @dataclass
 class Call:
-    """One call node, seen by a cost function: its arguments by name and its cost so far."""
+    """A call node as a cost function sees it: its arguments by name and its cost so far."""
 
     node: fx.Node
     op: str
@@ -149,7 +184,7 @@ class Call:
         return {**values, **self.node.kwargs}
 
     def value(self, name: str) -> Tensor:
-        """The fake tensor that an argument is."""
+        """Return the fake tensor of an argument."""
         value: Tensor = self.arguments[name].meta["val"]
         return value
 
@@ -157,7 +192,7 @@ class Call:
         return self.sizes.elements(value.shape) if isinstance(value, Tensor) else {}
 
     def read(self, *without: str) -> None:
-        """Read each distinct input once, but for the arguments `without`."""
+        """Count each distinct input as read once, except the arguments named in `without`."""
         left_out = {self.arguments[name] for name in without}
         for node in self.node.all_input_nodes:
             if node not in left_out:
@@ -168,7 +203,7 @@ class Call:
                     add(into, times(self.elements(value), value.dtype.itemsize))
 
     def write(self, *values: Any) -> None:
-        """Write `values`, by default what the op returns."""
+        """Count `values` as written, by default what the op returns."""
         returned = self.node.meta.get("val")
         for value in values or (returned if isinstance(returned, (tuple, list)) else (returned,)):
             if isinstance(value, Tensor):
@@ -181,7 +216,10 @@ class Call:
 
 
 def _base(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """What a chain of views looks at, and the node whose size is read: an expanded value is read where it is small."""
+    """Return the node at the end of a chain of views, and the node whose size is read.
+
+    The two differ for an expanded value, which is read at its size before the expansion.
+    """
     source = node
     while node.op == "call_function" and target_name(node.target) in VIEWS:
         grown = target_name(node.target) == "aten.expand" and source is node
@@ -204,10 +242,10 @@ def _default(call: Call) -> None:
 
 
 def _multiplied(call: Call) -> Terms | None:
-    """The arithmetic of an op that multiplies its first argument by `weight`, whatever else it does.
+    """Return the arithmetic of an op that multiplies its first argument by `weight`, or None for other ops.
 
-    weight [..., in], first argument [..., in], result [..., ...]: it ends in the weight's leading axes, which are the
-    outputs of one matrix, or of one for each head.
+    weight [..., in], first argument [..., in], result [..., ...]: the result ends in the weight's leading axes, which
+    are the outputs of one matrix, or of one matrix per head.
     """
     weight = call.arguments.get("weight") if isinstance(call.node.target, torch._ops.OpOverload) else None
     first = call.node.args[0] if call.node.args else None
@@ -219,7 +257,7 @@ def _multiplied(call: Call) -> Terms | None:
     if not isinstance(matrix, Tensor) or not isinstance(x, Tensor) or first is weight or matrix.dim() < 2:
         return None
     ending = tuple(out.shape[1 - matrix.dim() :])
-    # Sizes that are symbols belong to no matrix of weights; to compare them would be to assume something about them.
+    # A symbolic size never belongs to a weight matrix, and comparing one would add a guard on the symbol.
     if not all(isinstance(size, int) for size in (*matrix.shape, *ending, x.shape[-1])):
         return None
     if tuple(matrix.shape) != (*ending, x.shape[-1]):
@@ -229,7 +267,7 @@ def _multiplied(call: Call) -> Terms | None:
 
 
 def _largest(call: Call) -> Terms:
-    """The size of the largest value that the op reads or writes, weights aside."""
+    """Return the size of the largest value that the op reads or writes, weights aside."""
     returned = call.node.meta.get("val")
     values = [*(returned if isinstance(returned, (tuple, list)) else (returned,))]
     values += [_base(node)[1].meta.get("val") for node in call.node.all_input_nodes if node.op != "get_attr"]
@@ -239,7 +277,10 @@ def _largest(call: Call) -> Terms:
 
 @dataclass(frozen=True)
 class Matmul:
-    """A product whose left operand is the argument `left`, [..., k]: two operations for each of k and each result."""
+    """The cost of a matrix product whose left operand is the argument `left`, [..., k].
+
+    It does two operations for each of the k elements and each element of the result.
+    """
 
     left: str
 
@@ -253,7 +294,10 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Rows or elements of the argument `table`: only what is looked up is read of it, and of its rows' `scale`."""
+    """The cost of reading rows or elements of the argument `table`, and their entries of `scale`, by index.
+
+    Only the entries that are looked up count as read.
+    """
 
     table: str
     scale: str = ""
@@ -269,7 +313,11 @@ class Lookup:
 
 
 def _attend(call: Call, key_dim: int, value_dim: int, cached_bytes: int) -> None:
-    """K and V of every position that a sequence sees, `cached_bytes` each, once; QK and PV for every query and key."""
+    """Count the KV cache reads and the arithmetic of an attention layer.
+
+    K and V of every position that a sequence sees are read once, `cached_bytes` each; QK and PV are computed for every
+    pair of a query and a key.
+    """
     kind, window = MASK_KINDS[call.arguments["mask"]], int(call.arguments["window"])
     num_heads = int(call.value("q").shape[-2 if call.value("q").dim() == 3 else 1])
     call.cache = {f"keys:{kind}:{window}": cached_bytes}
@@ -278,13 +326,13 @@ def _attend(call: Call, key_dim: int, value_dim: int, cached_bytes: int) -> None
 
 
 def _attention(call: Call) -> None:
-    """As captured there is no cache yet: K and V are counted as if they lay in one, so that passes compare."""
+    """Count attention as captured, with K and V as if they lay in a KV cache, so that the passes can be compared."""
     call.read("k", "v")
     call.write()
     k, v = call.value("k"), call.value("v")
     heads = int(k.shape[-2 if k.dim() == 3 else 1])
     key_dim, value_dim = int(k.shape[-1]), int(v.shape[-1])
-    is_latent = _base(call.arguments["v"])[0] is call.arguments["k"]  # which holds V
+    is_latent = _base(call.arguments["v"])[0] is call.arguments["k"]  # V is a part of K
     stored = key_dim if is_latent else key_dim + value_dim
     _attend(call, key_dim, value_dim, heads * stored * k.dtype.itemsize)
 
@@ -297,20 +345,20 @@ def _paged_attention(call: Call) -> None:
 
 
 def _latent_attention(call: Call) -> None:
-    """K is read once for all heads, and holds V."""
+    """Count attention over latents: K, which holds V, is read once for all heads."""
     call.read("kv_cache", "block_table")
     call.write()
     _attend(call, cached_head_dim(call.value("kv_cache")), int(call.arguments["v_dim"]), _cached_bytes(call))
 
 
 def _cached_bytes(call: Call) -> int:
-    """What one layer of the cache holds of a token, scales included."""
+    """Return the bytes that one layer of the cache holds per token, scales included."""
     cache = call.value("kv_cache")
     return math.prod(int(cache.shape[axis]) for axis in (2, 4, 5)) * cache.dtype.itemsize
 
 
 def _write_cache(call: Call, num_tokens: int | torch.SymInt) -> None:
-    """New tokens into one layer, and the arithmetic of rounding them where it is in int8."""
+    """Count the write of new tokens into one layer of the cache, and the rounding where the cache is int8."""
     cache = call.value("kv_cache")
     add(call.cache, times(call.sizes.elements((num_tokens,)), _cached_bytes(call)))
     if cache.dtype == torch.int8:
@@ -324,10 +372,10 @@ def _latent_write(call: Call) -> None:
 
 
 def _kv_write(call: Call) -> None:
-    """Of the cache, only the new positions are written."""
+    """Count a write of K and V, of which only the new positions are written to the cache."""
     call.read("kv_cache")
     returned = call.node.meta["val"]
-    if isinstance(returned, (tuple, list)):  # rope_kv_write returns the rotated queries too
+    if isinstance(returned, (tuple, list)):  # rope_kv_write also returns the rotated queries
         call.write(returned[0])
         each = PER_ELEMENT["inferc.rope"] + (PER_ELEMENT["inferc.rms_norm"] if "q_weight" in call.arguments else 0)
         call.flops = times(call.elements(call.value("q")), each)
@@ -336,7 +384,7 @@ def _kv_write(call: Call) -> None:
 
 
 def _dense_write(call: Call) -> None:
-    """Of the cache, only the new positions are written."""
+    """Count a write into a dense cache, of which only the new positions are written."""
     call.read("cache")
     cache = call.value("cache")
     row = int(cache.shape[1]) * int(cache.shape[3]) * cache.dtype.itemsize
@@ -352,7 +400,7 @@ def _dense_attention(call: Call) -> None:
 
 
 def _dense_write_attention(call: Call) -> None:
-    """The two writes and the attention; what is written comes back as the caches do."""
+    """Count the two writes and the attention; the returned caches are not copied."""
     call.read("k_cache", "v_cache")
     call.write(call.node.meta["val"][0])
     k, v = call.value("k_cache"), call.value("v_cache")
@@ -370,7 +418,7 @@ def _dense_latent_attention(call: Call) -> None:
 
 
 def _linear_silu_mul(call: Call) -> None:
-    """The products of gate and up, and what makes one of both."""
+    """Count the products of gate and up, and the SwiGLU that combines them."""
     call.read()
     call.write()
     x, out = call.value("x"), call.node.meta["val"]
@@ -379,7 +427,7 @@ def _linear_silu_mul(call: Call) -> None:
 
 
 def _qkv_rope_kv_write(call: Call) -> None:
-    """The product, then the norms and rotations of q and k; of K and V the new positions are written."""
+    """Count the projection, the norms and rotations of q and k, and the write of the new K and V."""
     call.read("kv_cache")
     cache, x = call.value("kv_cache"), call.value("x")
     q = call.node.meta["val"][0]
@@ -395,7 +443,7 @@ def _qkv_rope_kv_write(call: Call) -> None:
 
 
 def _moe_experts(call: Call) -> None:
-    """Weights of the experts that the step's tokens touch, and the arithmetic of top_k experts for each token."""
+    """Count the weights of the experts that the step's tokens touch, and the arithmetic of top_k experts per token."""
     names = ("gate_up_scale", "down_scale", "gate_up_group_scale", "down_group_scale")
     scales = [name for name in names if call.arguments[name] is not None]
     call.read("gate_up", "down", *scales)
@@ -443,11 +491,11 @@ COSTS: Mapping[str, Callable[[Call], None]] = {
     "inferc.linear_fp8": Matmul("x"),
     "inferc.linear_w4a8": Matmul("x"),
 }
-"""How an op's cost is made where the default is not it. Every op that takes a cache must be here."""
+"""The cost functions of ops that the default does not fit. Every op that takes a KV cache must be here."""
 
 
 def op_cost(node: fx.Node, sizes: Sizes) -> OpCost | None:
-    """What a node costs; None for what runs no kernel: inputs, weights, views, sizes."""
+    """Return the cost of a node; None for nodes that run no kernel: inputs, weights, views, sizes."""
     op = target_name(node.target) if node.op == "call_function" else ""
     value = node.meta.get("val")
     if not op or op in VIEWS or not isinstance(value, (Tensor, tuple, list)):
@@ -460,7 +508,7 @@ def op_cost(node: fx.Node, sizes: Sizes) -> OpCost | None:
 
 
 def program_costs(program: Program) -> dict[OpCost, int]:
-    """How often each cost occurs in the program, in the order of first use."""
+    """Return how often each cost occurs in the program, in the order of first use."""
     sizes = Sizes(program)
     costs = (op_cost(node, sizes) for node in program.graph.nodes)
     return dict(Counter(cost for cost in costs if cost is not None))

@@ -1,4 +1,4 @@
-"""Watches a lowering and keeps what the program costs after every pass: the table behind `inferc explain`."""
+"""A recorder that observes a lowering and keeps the program's costs after every pass, for `inferc explain`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from inferc.ir.program import MASK_KINDS, Program, target_name
 
 
 class CostRecorder:
-    """Watches a lowering (it is an `Observe` of passes.pipeline) and keeps the costs after every pass."""
+    """An observer of a lowering (an `Observe` of passes.pipeline) that keeps the costs after every pass."""
 
     def __init__(self) -> None:
         self.rows: list[PassCost] = []
         self.groups: tuple[dict[str, Any], ...] = ()
         self.ungrouped = 0
-        self.cached = 0  # bytes a token of the paged cache, 0 before there is one
+        self.cached = 0  # the bytes per token of the paged KV cache, 0 before there is one
 
     def __call__(self, _index: int, name: str, rewrites: int, program: Program) -> None:
         nodes = sum(node.op == "call_function" for node in program.graph.nodes)
         groups, ungrouped = _attention_groups(program)
-        # A pass may change what is to be cached; once it is paged, the program itself knows its groups.
+        # A pass may change what will be cached. Once the KV cache is paged, program.kv_groups holds the groups.
         self.groups = groups or self.groups
         if not self.rows:
             self.ungrouped = ungrouped
         cached = sum(group.bytes_per_token for group in program.kv_groups)
-        if self.cached and cached != self.cached:  # in another dtype, in which every query head's would be too
+        if self.cached and cached != self.cached:  # the cache changed its dtype: scale the ungrouped size likewise
             self.ungrouped = self.ungrouped * cached // self.cached
         self.cached = cached
         before = self.rows[-1].nodes_after if self.rows else nodes
@@ -38,7 +38,7 @@ class CostRecorder:
         self.rows.append(PassCost(name, rewrites, before, nodes, ops))
 
     def log(self, program: Program) -> CostLog:
-        """What was seen, and the facts of the model whose program it was."""
+        """Return the recorded costs, with the facts of the model whose program was lowered."""
         info = program.info
         groups = tuple(
             _group(
@@ -63,9 +63,9 @@ class CostRecorder:
 
 
 def _attention_groups(program: Program) -> tuple[tuple[dict[str, Any], ...], int]:
-    """The KV groups that attention which is not paged yet asks for, and the bytes a token without sharing of K and V.
+    """Return the KV groups that unpaged attention needs, and the bytes per token without sharing of K and V.
 
-    Without sharing, each query head has a K and V of its own.
+    Without sharing, each query head has K and V of its own.
     """
     found: Counter[tuple[Any, ...]] = Counter()
     ungrouped = 0

@@ -1,6 +1,7 @@
-"""What `inferc explain` says of a model: the pass table, its phases on a device, its KV cache. Neither torch nor numpy.
+"""The report of `inferc explain`: the pass table, the model's phases on a device, its KV cache.
 
-Everything is computed from a `CostLog`, which a compile leaves in the artifact and `explain_model` makes of a config.
+Everything is computed from a `CostLog`, which a compile leaves in the artifact and `explain_model` makes from a config.
+Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ DEFAULT_CONTEXT = 4096
 
 @dataclass(frozen=True)
 class Workload:
-    """The two steps that are predicted: one prompt of `input_len`, and a token each for `batch` sequences."""
+    """The two steps that are predicted: a prefill of one prompt, and a decode step of a batch of sequences.
+
+    The prompt has `input_len` tokens; the decode step computes one token for each of `batch` sequences.
+    """
 
     batch: int
-    context: int  # tokens of each decoding sequence, the new one included
+    context: int  # the number of tokens of each decoding sequence, the new one included
     input_len: int
 
     @staticmethod
     def make(batch: int, context: int | None, input_len: int | None, max_model_len: int) -> Workload:
-        """With lengths left out filled in. Raises ConfigError for what the model cannot take."""
+        """Return a workload, with defaults for lengths that are None.
+
+        Raises ConfigError for what the model cannot take.
+        """
         for name, length in (("--context", context), ("--input-len", input_len)):
             if length is not None and not 1 <= length <= max_model_len:
                 raise ConfigError(
@@ -50,16 +57,17 @@ class Workload:
 
 
 def check_counts(batch: int, context: int | None, input_len: int | None) -> None:
-    """Raise ConfigError for a count below 1: before the work of reading a model."""
+    """Raise ConfigError for a count below 1, before the work of reading a model."""
     for name, count in (("--batch", batch), ("--context", context), ("--input-len", input_len)):
         if count is not None and count < 1:
             raise ConfigError(f"{name} {count}: expected at least 1")
 
 
 def report(costs: CostLog, device: Device, workload: Workload) -> dict[str, Any]:
-    """JSON-able: `model`, `device`, `workload`, `kv`, `phases`, `uniform_routing`, `captured`, `passes`.
+    """Return JSON-able `model`, `device`, `workload`, `kv`, `phases`, `uniform_routing`, `captured` and `passes`.
 
-    A pass's own `bytes`, `flops` and `predicted_ms` are those of the decode step; `prefill` has the other's.
+    The `bytes`, `flops` and `predicted_ms` of a pass itself are those of the decode step; its `prefill` has those of
+    the prefill step.
     """
     facts = costs.facts
     return {
@@ -90,7 +98,7 @@ def _device(device: Device, dtype: str) -> dict[str, Any]:
 
 def _kv(facts: ModelFacts, device: Device, context: int) -> dict[str, Any]:
     per_token, ungrouped = facts.kv_bytes_per_token, facts.kv_bytes_per_token_ungrouped
-    # Blocks that left every window are given back, so a window's layers never hold more than it.
+    # Blocks outside the window return to the pool, so layers with a window never hold more than the window.
     held = sum(
         int(group["bytes_per_token"]) * (min(context, int(group["window"])) if group["window"] else context)
         for group in facts.kv_groups

@@ -1,1 +1,1 @@
-"""The IR of every stage: programs, their lazy weights, their ops and the references of these."""
+"""The intermediate representation (IR) of every compile stage: programs, lazy weights, ops and their references."""

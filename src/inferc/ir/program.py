@@ -5,13 +5,13 @@ Node conventions, which every pass keeps:
 - inputs are placeholders named as in the step struct (`token_ids`, `positions`, …); weights are `get_attr` nodes whose
   target is a key of `Program.weights`;
 - `node.meta["val"]` is a fake tensor (or a tuple of them, or a SymInt); symbolic axes come from `Program.shape_env`;
-- `node.meta["name"]` is the stable name people see (`layers.3.attention.out`), `node.meta["layer"]` the layer's
+- `node.meta["name"]` is the stable name that people see (`layers.3.attention.out`), `node.meta["layer"]` the layer's
   index, or None outside of layers;
 - `node.meta["kernel"]`, once chosen, is the name of the kernel that runs the node, and `node.meta["place"]` says where
-  in the arena the value lies (`T+1024`: 1024 bytes a row into the pool of token rows).
+  in the arena the value lies (`T+1024`: 1024 bytes per row into the pool of token rows).
 
-The output is `(hidden, logits)` once the head is split off: what `hidden` needs is the `step` entry point, the rest
-is `sample`.
+The output is `(hidden, logits)` once the head is split off: the nodes that `hidden` needs are the `step` entry point,
+the rest is `sample`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from inferc.ir import weights as weight_lib
 from inferc.ir.weights import Weight
 
 MASK_KINDS = {"causal": "full", "sliding": "window", "chunked": "chunk"}
-"""The kind of KV group that each mask of `inferc.attention` asks for."""
+"""The kind of KV group that each mask of `inferc.attention` needs."""
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """The layers that share kind, window, dtype and bytes per token of K and V.
+    """A group of layers that share kind, window, dtype and bytes per token of K and V.
 
-    A layer that reads the K and V of another has none of its own and is in no group. Kind and window say how long a
-    token is needed, by the widest mask among a layer's readers; what a kind means for blocks is in kv_groups.py.
+    A layer that reads another layer's K and V stores none of its own and is in no group. Kind and window say how long a
+    token is needed, by the widest mask among the layers that read it; kv_groups.py says what a kind means for blocks.
     """
 
-    kind: str  # "full", "window", "chunk" or "latent"; cross and state come with their families
-    layers: tuple[int, ...]  # model layer of each group layer: those that store
+    kind: str  # "full", "window", "chunk" or "latent"
+    layers: tuple[int, ...]  # the model layers that store K and V in this group, in the order of the group's layers
     num_kv_heads: int
     head_dim: int
     window: int  # 0 for "full"
@@ -54,17 +54,20 @@ class KVGroup:
 
     @property
     def row_size(self) -> int:
-        """Elements that one head of K or of V, or a latent, stores of a token."""
+        """The number of elements stored per token by one head of K or of V, or by a latent."""
         return kv_pools.row_size(self.head_dim, dtype_name(self.dtype))
 
     @property
     def elements_per_token(self) -> int:
-        """What one layer stores of a token: K and V of every head, or one latent of which V is a part."""
+        """The number of elements stored per token by one layer.
+
+        A layer stores K and V of every head, or one latent that includes V.
+        """
         return self.num_parts * self.num_kv_heads * self.row_size
 
     @property
     def num_parts(self) -> int:
-        """Tensors of a token and layer: K and V, or the latent."""
+        """The number of tensors per token and layer: two for K and V, one for a latent."""
         return kv_pools.num_parts(self.kind)
 
     @property
@@ -74,7 +77,7 @@ class KVGroup:
 
 @dataclass
 class Program:
-    """A graph and its weights. Passes edit both in place."""
+    """A graph and its weights, which passes edit in place."""
 
     graph: fx.Graph
     weights: dict[str, Weight]
@@ -85,13 +88,13 @@ class Program:
     kv_groups: tuple[KVGroup, ...] = ()
     block_size: int = 0  # 0 until the KV cache rewrite
     info: dict[str, Any] = field(default_factory=dict)  # facts of the model that passes need (vocab_size, …)
-    types: dict[Any, Any] = field(default_factory=dict, repr=False)  # what calls return, kept by passes.rewrite
+    types: dict[Any, Any] = field(default_factory=dict, repr=False)  # result types of calls, cached by passes.rewrite
 
     def inputs(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     def input(self, name: str) -> fx.Node:
-        """The input of that name, which there is."""
+        """Return the input of that name, which must exist."""
         return next(node for node in self.inputs() if node.name == name)
 
     def output(self) -> fx.Node:
@@ -99,11 +102,11 @@ class Program:
         return node
 
     def weight(self, node: fx.Node) -> Weight:
-        """The expression behind a `get_attr` node."""
+        """Return the weight expression that a `get_attr` node reads."""
         return self.weights[str(node.target)]
 
     def add_weight(self, name: str, weight: Weight, before: fx.Node) -> fx.Node:
-        """A new weight and the node that reads it, placed before `before`."""
+        """Add a new weight and return the node that reads it, placed before `before`."""
         self.weights[name] = weight
         with self.graph.inserting_before(before):
             node = self.graph.get_attr(name)
@@ -111,17 +114,17 @@ class Program:
         return node
 
     def fake(self, shape: Iterable[int | torch.SymInt], dtype: torch.dtype) -> Tensor:
-        """A fake tensor of this program, for `meta["val"]`."""
+        """Create a fake tensor of this program, for `meta["val"]`."""
         with self.fake_mode:
             return torch.empty(tuple(shape), dtype=dtype)
 
     def new_symbol(self, hint: int) -> torch.SymInt:
-        """A fresh symbolic axis (number of tokens, sequences, …)."""
+        """Create a fresh symbolic axis (number of tokens, sequences, …)."""
         context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
         return self.fake_mode.from_tensor(torch.empty(hint), symbolic_context=context).shape[0]  # type: ignore[return-value]
 
     def drop_unused(self) -> None:
-        """Remove dead nodes, then the weights that nothing reads."""
+        """Remove dead nodes, then the weights that no node reads."""
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
         used = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
         for name in [name for name in self.weights if name not in used]:
@@ -135,7 +138,7 @@ class Program:
         calls: Mapping[Any, Callable[..., Any]] | None = None,
         observe: Callable[[fx.Node, Any], None] | None = None,
     ) -> Any:
-        """Run the graph with the ops' references (the oracle); returns what the output node returns.
+        """Run the graph with the ops' references (the oracle); return what the output node returns.
 
         `calls` replaces the function of some targets (caches written in place); `observe` sees every call's result.
         """
@@ -154,19 +157,22 @@ class Program:
                 values[node] = calls.get(node.target, node.target)(*args, **kwargs)
                 if observe is not None:
                     observe(node, values[node])
-                for read in node.all_input_nodes:  # memory for the live values only
+                for read in node.all_input_nodes:  # drop each value after its last use
                     left[read] -= 1
                     if not left[read]:
                         del values[read]
         raise AssertionError("graph without an output")
 
     def to_text(self) -> str:
-        """The program as text: one line a node, values and symbols numbered in order, so that goldens are stable."""
+        """Return the program as text, one line per node.
+
+        Values and symbols are numbered in order, so that goldens are stable.
+        """
         return _Printer(self).text()
 
 
 def new_program(name: str = "model") -> Program:
-    """An empty program with its own symbols."""
+    """Create an empty program with its own symbols."""
     shape_env = ShapeEnv()
     return Program(fx.Graph(), {}, shape_env, FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True), name)
 
@@ -179,7 +185,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def target_name(target: Any) -> str:
-    """`inferc.silu_mul` for an op's default overload, `aten.add.Tensor` for another, `getitem` for a function."""
+    """Return the printed name of a call's target.
+
+    `inferc.silu_mul` for an op's default overload, `aten.add.Tensor` for another, `getitem` for a function.
+    """
     if isinstance(target, torch._ops.OpOverload):
         namespace, name = target._schema.name.split("::")
         overload = target._schema.overload_name
@@ -188,12 +197,12 @@ def target_name(target: Any) -> str:
 
 
 def name_of(node: fx.Node) -> str:
-    """The stable name that people see, in messages and comments."""
+    """Return the stable name of a node that people see, in messages and comments."""
     return str(node.meta.get("name", node.name))
 
 
 def arguments(node: fx.Node) -> list[Any]:
-    """All arguments of a call in the order of its schema, defaults filled in."""
+    """Return all arguments of a call in the order of its schema, defaults filled in."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return [*node.args, *node.kwargs.values()]
     given = list(node.args)
@@ -203,18 +212,18 @@ def arguments(node: fx.Node) -> list[Any]:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an op's call by their names in its schema, defaults filled in."""
+    """Return the arguments of an op's call by their names in its schema, defaults filled in."""
     schema = node.target._schema  # type: ignore[union-attr]
     return dict(zip((each.name for each in schema.arguments), arguments(node), strict=True))
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """One argument of an op's call by its name in the schema, or its default."""
+    """Return one argument of an op's call by its name in the schema, or its default."""
     return named_arguments(node)[name]
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """`nodes` and all that they are computed from."""
+    """Return `nodes` and all nodes that they are computed from."""
     found: set[fx.Node] = set()
     todo = list(nodes)
     while todo:
@@ -230,7 +239,7 @@ class _Printer:
         self.program = program
         self.values: dict[fx.Node, str] = {}
         self.symbols: dict[str, str] = {}
-        self.sizes: dict[Any, str] = {}  # by their expressions, which are few
+        self.sizes: dict[Any, str] = {}  # printed sizes by sympy expression; a program has few distinct ones
         self.num_calls = 0
 
     def text(self) -> str:
@@ -289,11 +298,11 @@ class _Printer:
 # ------------------------------------------------------------------------------------------------ JSON
 
 
-META = ("name", "layer", "segment", "kernel", "place")  # what is kept of a node's meta besides its type
+META = ("name", "layer", "segment", "kernel", "place")  # the keys of a node's meta that are saved besides `val`
 
 
 def to_json(program: Program) -> dict[str, Any]:
-    """The whole program as JSON-able data; `from_json` reads it back."""
+    """Return the whole program as JSON-able data, which `from_json` reads back."""
     nodes = []
     for node in program.graph.nodes:
         entry: dict[str, Any] = {"op": node.op, "id": node.name, "args": _arg_json(list(node.args))}
@@ -333,7 +342,7 @@ def from_json(data: dict[str, Any]) -> Program:
     program.weights = {name: weight_lib.from_json(weight) for name, weight in data["weights"].items()}
     symbols = {name: program.new_symbol(hint) for name, hint in data["symbols"].items()}
     nodes: dict[str, fx.Node] = {}
-    values: dict[str, Any] = {}  # nodes of one type share its fake tensor
+    values: dict[str, Any] = {}  # fake tensors by type, shared by all nodes of that type
     for entry in data["nodes"]:
         args = _arg_load(entry["args"], nodes, symbols)
         kwargs = _arg_load(entry.get("kwargs", {}), nodes, symbols)
@@ -358,7 +367,7 @@ def from_json(data: dict[str, Any]) -> Program:
 
 
 def find_target(name: str) -> Any:
-    """The op that `target_name` printed."""
+    """Return the op or function that `target_name` printed as `name`."""
     if name == "getitem":
         return operator.getitem
     namespace, op, *overload = name.split(".")
@@ -398,7 +407,7 @@ SIZE_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def _size_of(node: ast.expr, symbols: dict[str, torch.SymInt]) -> int | torch.SymInt:
-    """A size as sympy writes it: a file's text is arithmetic and nothing else. Raises ValueError."""
+    """Compute a size from the text that sympy wrote; raise ValueError for anything but arithmetic."""
     if isinstance(node, ast.BinOp) and type(node.op) in SIZE_OPERATORS:
         left, right = (_size_of(each, symbols) for each in (node.left, node.right))
         return SIZE_OPERATORS[type(node.op)](left, right)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Run a lowered Program with the ops' references: the oracle of tests, of the certificate and of `--target reference`."""
+"""A runner of lowered Programs by the ops' references: the oracle of tests, certificates and `--target reference`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ReadWeight = Callable[[str], Tensor]
 
 
 def weight_reader(program: Program, reader: TensorReader) -> ReadWeight:
-    """Weights by name, in their logical layout, each read once and kept."""
+    """Return a function that reads weights by name, in their logical layout, each read once and kept."""
     kept: dict[str, Tensor] = {}
 
     def read(name: str) -> Tensor:
@@ -40,7 +40,10 @@ def weight_reader(program: Program, reader: TensorReader) -> ReadWeight:
 
 
 def new_kv_caches(program: Program, num_blocks: int | Sequence[int]) -> list[Tensor]:
-    """One zeroed canonical cache a KV group, each of as many blocks or of its own number; block 0 is padding."""
+    """Create one zeroed canonical KV cache per KV group, with `num_blocks` blocks each or a count per group.
+
+    Block 0 is padding.
+    """
     counts = [num_blocks] * len(program.kv_groups) if isinstance(num_blocks, int) else num_blocks
     return [
         torch.zeros(
@@ -53,7 +56,7 @@ def new_kv_caches(program: Program, num_blocks: int | Sequence[int]) -> list[Ten
 
 @dataclass(frozen=True)
 class Chunk:
-    """The new tokens of one sequence in a step. `blocks` holds positions [0, num_computed_tokens + new)."""
+    """The new tokens of one sequence in a step; `blocks` holds positions [0, num_computed_tokens + new tokens)."""
 
     token_ids: Sequence[int]
     num_computed_tokens: int
@@ -64,7 +67,7 @@ class Chunk:
 def step_inputs(
     program: Program, chunks: Sequence[Chunk], caches: list[Tensor], all_rows: bool = True
 ) -> dict[str, Tensor]:
-    """The step struct for `chunks`, as tensors. Asks for the logits of every row, or of each chunk's last."""
+    """Build the step struct for `chunks` as tensors, asking for the logits of every row or of each chunk's last row."""
     token_ids = [token for chunk in chunks for token in chunk.token_ids]
     positions = [chunk.num_computed_tokens + i for chunk in chunks for i in range(len(chunk.token_ids))]
     ends = torch.tensor([len(chunk.token_ids) for chunk in chunks]).cumsum(0)
@@ -97,14 +100,17 @@ def run_step(
     read_weight: ReadWeight,
     observe: Callable[[fx.Node, Any], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(hidden [S, hidden_size], logits float32 [S, vocab_size]); the caches among `inputs` are written in place."""
+    """Run one step; return (hidden [S, hidden_size], logits float32 [S, vocab_size]).
+
+    The caches among `inputs` are written in place.
+    """
     with torch.inference_mode():
         hidden, logits = program.run(inputs, read_weight, calls=IN_PLACE, observe=observe)
     return hidden, logits
 
 
 class Batch:
-    """A few sequences over one paged cache, each with blocks enough for `max_len` tokens."""
+    """A few sequences over one paged KV cache, each with enough blocks for `max_len` tokens."""
 
     def __init__(self, program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> None:
         self.program, self.read_weight = program, read_weight
@@ -114,7 +120,7 @@ class Batch:
         self.lengths = [0] * num_seqs
 
     def step(self, new: dict[int, Sequence[int]], all_rows: bool = True) -> dict[int, Tensor]:
-        """Append `new` token ids to sequences; returns each one's logits [rows, vocab_size]."""
+        """Append `new` token ids to sequences; return the logits [rows, vocab_size] of each sequence."""
         chunks = []
         for seq, ids in new.items():
             used = -(-(self.lengths[seq] + len(ids)) // self.program.block_size)
@@ -127,12 +133,12 @@ class Batch:
 
 
 def uses_dense_cache(program: Program) -> bool:
-    """Whether its step reads a cache of whole sequences (`DenseKVCache`)."""
+    """Return whether the program's step reads a dense KV cache of whole sequences (`DenseKVCache`)."""
     return any(node.name == "starts" for node in program.inputs())
 
 
 def new_dense_caches(program: Program, num_seqs: int, capacity: int) -> dict[str, Tensor]:
-    """The zeroed caches of a dense program by their inputs' names, each [num_seqs, heads, capacity, head_dim]."""
+    """Create the zeroed caches of a dense program, by input name, each [num_seqs, heads, capacity, head_dim]."""
     return {
         node.name: torch.zeros((num_seqs, value.shape[1], capacity, value.shape[3]), dtype=value.dtype)
         for node in program.inputs()
@@ -143,7 +149,10 @@ def new_dense_caches(program: Program, num_seqs: int, capacity: int) -> dict[str
 def dense_inputs(
     token_ids: Sequence[Sequence[int]], starts: Sequence[int], caches: dict[str, Tensor], all_rows: bool = True
 ) -> dict[str, Tensor]:
-    """One call of a dense program: equally many new tokens of each sequence, behind the `starts` tokens that it has."""
+    """Build the inputs of one call of a dense program.
+
+    Every sequence gets equally many new tokens, which follow the `starts` tokens that it has cached.
+    """
     count, first = len(token_ids[0]), torch.tensor(starts)
     rows = torch.arange(len(starts) * count)
     return {
@@ -157,7 +166,7 @@ def dense_inputs(
 
 
 class DenseBatch:
-    """The same over a dense cache: sequences with equally many new tokens are one call."""
+    """A few sequences over a dense KV cache; sequences with equally many new tokens are computed in one call."""
 
     def __init__(self, program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> None:
         self.program, self.read_weight = program, read_weight
@@ -165,7 +174,7 @@ class DenseBatch:
         self.lengths = [0] * num_seqs
 
     def step(self, new: dict[int, Sequence[int]], all_rows: bool = True) -> dict[int, Tensor]:
-        """As `Batch.step`."""
+        """Append `new` token ids to sequences; return the logits [rows, vocab_size] of each sequence."""
         by_length: dict[int, list[int]] = {}
         for seq, ids in new.items():
             by_length.setdefault(len(ids), []).append(seq)
@@ -183,14 +192,14 @@ class DenseBatch:
 
 
 def new_batch(program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> Batch | DenseBatch:
-    """For the cache that the program has."""
+    """Create a Batch or a DenseBatch, whichever fits the KV cache of the program."""
     return (DenseBatch if uses_dense_cache(program) else Batch)(program, read_weight, num_seqs, max_len)
 
 
 def run_lowered(
     program: Program, read_weight: ReadWeight, prompts: Sequence[Sequence[int]], chunk_size: int | None = None
 ) -> list[Tensor]:
-    """Logits float32 [len(prompt), vocab_size] of each prompt, run as one batch.
+    """Compute the logits, float32 [len(prompt), vocab_size], of each prompt, run as one batch.
 
     With `chunk_size`, every step computes at most that many tokens of each prompt.
     """
@@ -208,7 +217,7 @@ def run_lowered(
 def generate_greedy(
     program: Program, read_weight: ReadWeight, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[list[int]]:
-    """`num_tokens` greedy tokens after each prompt; of equal logits the lowest id wins."""
+    """Generate `num_tokens` greedy tokens after each prompt; of equal logits the lowest id wins."""
     batch = new_batch(program, read_weight, len(prompts), max(map(len, prompts)) + num_tokens)
     new: dict[int, Sequence[int]] = dict(enumerate(prompts))
     out: list[list[int]] = [[] for _ in prompts]
@@ -221,14 +230,14 @@ def generate_greedy(
 
 
 class _RankOfBatch:
-    """One rank's program with caches of its own."""
+    """A rank of a partitioned batch: its program, with KV caches of its own."""
 
     def __init__(self, program: Program, reader: TensorReader, num_blocks: int) -> None:
         self.program, self.read_weight = program, weight_reader(program, reader)
         self.caches = new_kv_caches(program, num_blocks)
 
     def step(self, chunks: Sequence[Chunk], hidden: Tensor | None) -> Tensor:
-        """Hidden rows, or the logits of every row on the last stage."""
+        """Run one step; return the hidden rows, or on the last stage the logits of every row."""
         inputs = step_inputs(self.program, chunks, self.caches)
         if hidden is not None:
             inputs["hidden_in"] = hidden
@@ -240,10 +249,10 @@ class _RankOfBatch:
 def run_partitioned(
     stages: Sequence[Sequence[Program]], reader: TensorReader, prompts: Sequence[Sequence[int]], chunk_size: int
 ) -> list[Tensor]:
-    """Logits [len(prompt), vocab_size] of prompts by the lowered programs of all ranks, as one batch, stage by stage.
+    """Compute the logits [len(prompt), vocab_size] of prompts by the lowered programs of all ranks, stage by stage.
 
-    stages: of each pipeline stage, its ranks' programs. The ranks of a stage run in threads of this process. Raises
-    VerifyError where they return different rows.
+    The prompts run as one batch. stages: for each pipeline stage, its ranks' programs. The ranks of a stage run in
+    threads of this process. Raises VerifyError where they return different rows.
     """
     longest = max(map(len, prompts))
     width = -(-longest // stages[0][0].block_size)

@@ -1,7 +1,7 @@
-"""Lazy weights: expressions over a checkpoint's tensors, computed in row chunks when an artifact is written.
+"""The lazy weights: expressions over a checkpoint's tensors, computed in row chunks when an artifact is written.
 
-A pass that packs or quantizes edits expressions, never data, so compiling needs the memory of a chunk of rows and not
-of the model.
+A pass that packs or quantizes edits expressions, never data, so compiling needs memory for a chunk of rows and not
+for the whole model.
 """
 
 from __future__ import annotations
@@ -21,38 +21,42 @@ from inferc.ir.ops.quantize import quantize_int4, quantize_rows, quantize_rows_f
 
 INT8_OPS = ("int8_values", "int8_scales")
 FP8_OPS = ("fp8_values", "fp8_scales")
-INT4_OPS = ("int4_values", "int4_group_scales", "int4_scales")  # in the order of what `quantize_int4` returns
+INT4_OPS = ("int4_values", "int4_group_scales", "int4_scales")  # in the order of the results of `quantize_int4`
 
 
 class TensorReader(Protocol):
-    """Where a source tensor's rows come from (a checkpoint, or a module's parameters)."""
+    """A source of the rows of named tensors: a checkpoint, or a module's parameters."""
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of axis 0 of tensor `name`, in the dtype it is stored in."""
+        """Return rows [start, stop) of axis 0 of tensor `name`, in the dtype it is stored in."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor that will be: `op` applied to `args`. Build one with the functions below, never directly."""
+    """A tensor that is computed later: `op` applied to `args`.
+
+    Build one with the functions below, never directly.
+    """
 
     op: str
     args: tuple[Weight, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    name: str = ""  # source: the checkpoint's tensor
-    dim: int = 0  # slice, concat: the axis
-    start: int = 0  # slice: [start, start + shape[dim])
+    # Each of the following fields belongs to the ops named in its comment.
+    name: str = ""  # source: the name of the checkpoint's tensor
+    dim: int = 0  # slice, concat: the axis; int4_*: the size of a group
+    start: int = 0  # slice: the range is [start, start + shape[dim])
     data: bytes = b""  # constant: the elements, little endian
     layout: str = ""  # pack: the physical layout's name
-    perm: tuple[int, ...] = ()  # permute: as in torch.permute
-    expression: str = ""  # pointwise: of the args, as in ops/pointwise.py
+    perm: tuple[int, ...] = ()  # permute: the order of axes, as in torch.permute
+    expression: str = ""  # pointwise: an expression of the args, as in ops/pointwise.py
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def sources(self) -> Iterator[Weight]:
-        """The leaves, which are of the checkpoint, constant or zeros, left to right."""
+        """Yield the leaves of the expression, left to right: checkpoint tensors, constants and zeros."""
         if not self.args:
             yield self
         for arg in self.args:
@@ -60,7 +64,7 @@ class Weight:
 
     @property
     def is_constant(self) -> bool:
-        """Whether its value is known without a checkpoint."""
+        """Whether the value is known without a checkpoint."""
         return all(leaf.op == "constant" for leaf in self.sources())
 
     def __str__(self) -> str:
@@ -82,7 +86,7 @@ def source(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
 
 
 def constant(value: Tensor) -> Weight:
-    """A small tensor kept in the Program itself (rope frequencies)."""
+    """Return a small tensor that is kept in the Program itself (rope frequencies)."""
     data = value.detach().contiguous().view(torch.uint8).numpy().tobytes()
     return Weight("constant", (), tuple(value.shape), value.dtype, data=data)
 
@@ -104,7 +108,7 @@ def concat(weights: tuple[Weight, ...], dim: int = 0) -> Weight:
 
 
 def stack(weights: tuple[Weight, ...]) -> Weight:
-    """A new axis 0, as experts are stacked."""
+    """Return the weights stacked along a new axis 0, as experts are stacked."""
     return Weight("stack", weights, (len(weights), *weights[0].shape), weights[0].dtype)
 
 
@@ -117,32 +121,32 @@ def reshape(weight: Weight, shape: tuple[int, ...]) -> Weight:
 
 
 def elementwise(weights: tuple[Weight, ...], expression: str, dtype: torch.dtype) -> Weight:
-    """`expression` of x0, x1, … (the weights, broadcast), in float32, rounded once to `dtype`."""
+    """Return `expression` of x0, x1, … (the weights, broadcast), computed in float32 and rounded once to `dtype`."""
     shape = torch.broadcast_shapes(*(weight.shape for weight in weights))
     return Weight("pointwise", weights, tuple(shape), dtype, expression=expression)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-    """What stands where a checkpoint has nothing: the rows of elements that a padded head has more."""
+    """Return zeros that fill in for elements that a checkpoint lacks, such as the extra rows of a padded head."""
     return Weight("zeros", (), tuple(shape), dtype)
 
 
 def padded(weight: Weight, dim: int, size: int) -> Weight:
-    """`weight` with zeros behind its elements along `dim`, `size` in all."""
+    """Return `weight` padded with zeros at the end of axis `dim` to `size` elements."""
     missing = list(weight.shape)
     missing[dim] = size - weight.shape[dim]
     return concat((weight, zeros(tuple(missing), weight.dtype)), dim) if missing[dim] else weight
 
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the four bits of an MXFP4 element (E2M1) mean."""
+"""The number that each value of the four bits of an MXFP4 element (E2M1) stands for."""
 
 
 def mxfp4(blocks: Weight, scales: Weight) -> Weight:
-    """The numbers of MXFP4 blocks, in bfloat16, which holds them exactly.
+    """Return the numbers of MXFP4 blocks in bfloat16, which holds them exactly.
 
     blocks uint8 [..., num_blocks, 16]: 32 elements, two to a byte, the first in the low bits; scales uint8
-    [..., num_blocks]: a power of two, biased by 127. Result [..., num_blocks * 32].
+    [..., num_blocks]: a power of two, biased by 127. Result [..., num_blocks * 32]. Raises ValueError for other shapes.
     Source: Open Compute Project, OCP Microscaling Formats (MX) Specification 1.0, section 5.
     """
     if (blocks.dtype, scales.dtype) != (torch.uint8, torch.uint8) or blocks.shape != (*scales.shape, 16):
@@ -160,27 +164,30 @@ def _read_mxfp4(weight: Weight, reader: TensorReader, start: int, stop: int) -> 
 
 
 def int8_scales(weight: Weight) -> Weight:
-    """What each row along the last axis is divided by to be int8, in float32: weight [..., n, k], result [..., n]."""
+    """Return the float32 divisor of each row along the last axis for int8: weight [..., n, k], result [..., n]."""
     return Weight("int8_scales", (weight,), weight.shape[:-1], torch.float32)
 
 
 def int8_values(weight: Weight) -> Weight:
-    """`weight` over its `int8_scales`, rounded to nearest, ties to even: symmetric, so 0 stays 0."""
+    """Return `weight` over its `int8_scales`, rounded to nearest, ties to even: symmetric, so 0 stays 0."""
     return Weight("int8_values", (weight,), weight.shape, torch.int8)
 
 
 def fp8_scales(weight: Weight) -> Weight:
-    """What each row along the last axis is divided by to be in fp8, in float32: weight [..., n, k], result [..., n]."""
+    """Return the float32 divisor of each row along the last axis for fp8: weight [..., n, k], result [..., n]."""
     return Weight("fp8_scales", (weight,), weight.shape[:-1], torch.float32)
 
 
 def fp8_values(weight: Weight) -> Weight:
-    """`weight` over its `fp8_scales`, rounded to the nearest float8_e4m3fn, ties to even."""
+    """Return `weight` over its `fp8_scales`, rounded to the nearest float8_e4m3fn, ties to even."""
     return Weight("fp8_values", (weight,), weight.shape, torch.float8_e4m3fn)
 
 
 def _read_8_bits(weight: Weight, reader: TensorReader, start: int, stop: int) -> Tensor:
-    """Either half of a quantized weight; both are computed from the same rows, so a chunk needs no other."""
+    """Read the values or the scales of a weight quantized to 8 bits.
+
+    Both are computed from the same rows of the source, so a chunk of rows needs no other rows.
+    """
     rows = read_rows(weight.args[0], reader, start, stop)
     quantize = quantize_rows if weight.op in INT8_OPS else quantize_rows_fp8
     values, scales = quantize(rows.flatten(0, -2))
@@ -188,28 +195,32 @@ def _read_8_bits(weight: Weight, reader: TensorReader, start: int, stop: int) ->
 
 
 def int4_scales(weight: Weight, group: int) -> Weight:
-    """What each row along the last axis is divided by to be integers: weight [..., n, k], result [..., n] float32."""
+    """Return the float32 divisor of each row along the last axis for int4: weight [..., n, k], result [..., n]."""
     return Weight("int4_scales", (weight,), weight.shape[:-1], torch.float32, dim=group)
 
 
 def int4_group_scales(weight: Weight, group: int) -> Weight:
-    """What `group` neighbours along the last axis are then divided by to be in four bits: [..., n, groups] int8."""
+    """Return the int8 divisor of each `group` neighbours, applied after `int4_scales`: [..., n, groups]."""
     *lead, k = weight.shape
     return Weight("int4_group_scales", (weight,), (*lead, -(-k // group)), torch.int8, dim=group)
 
 
 def int4_values(weight: Weight, group: int) -> Weight:
-    """`weight` over both its scales, rounded to nearest, plus 8, two to a byte: [..., n, groups * group / 2] uint8.
+    """Return `weight` over both its int4 scales, rounded to nearest, plus 8, two values to a byte.
 
-    Of each eight elements the first four are the low bits of four bytes, the others their high bits. Behind the last
-    element stand zeros, which are eights.
+    The result is uint8 [..., n, groups * group / 2]. Eight consecutive elements take four bytes: the first four
+    elements are their low four bits, the last four their high bits. The padding after the last element of a row is
+    zero, so it is stored as 8.
     """
     *lead, k = weight.shape
     return Weight("int4_values", (weight,), (*lead, -(-k // group) * group // 2), torch.uint8, dim=group)
 
 
 def pack(weight: Weight, layout: str) -> Weight:
-    """The logical weight stored in a kernel's physical `layout` (LAYOUTS); shape stays the logical one."""
+    """Return the logical weight stored in a kernel's physical `layout`, a key of LAYOUTS.
+
+    Its shape stays the logical one. Raises KeyError for an unknown layout.
+    """
     if layout not in LAYOUTS:
         raise KeyError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
     return Weight("pack", (weight,), weight.shape, weight.dtype, layout=layout)
@@ -222,17 +233,17 @@ PANEL = 16  # output rows of one panel
 
 @dataclass(frozen=True)
 class Layout:
-    """How a logical [..., n, k] tensor lies in memory."""
+    """A panel layout of a logical [..., n, k] tensor in memory."""
 
     name: str
-    k_unit: int  # neighbouring k elements of one output row kept together
+    k_unit: int  # the number of neighbouring k elements of one output row that are kept together
 
     def physical_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         *lead, n, k = shape
         return (*lead, -(-n // PANEL), -(-k // self.k_unit), PANEL, self.k_unit)
 
     def pack(self, x: Tensor) -> Tensor:
-        """x [..., n, k] -> [..., n / 16, k / k_unit, 16, k_unit], zero padded to whole panels."""
+        """Reorder x [..., n, k] to [..., n / 16, k / k_unit, 16, k_unit], zero padded to whole panels."""
         *lead, n, k = x.shape
         panels, units = -(-n // PANEL), -(-k // self.k_unit)
         x = torch.nn.functional.pad(x, (0, units * self.k_unit - k, 0, panels * PANEL - n))
@@ -240,31 +251,31 @@ class Layout:
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """The two halves of axis n, [..., 2 n, k], row by row in turn: gate 0, up 0, gate 1, up 1, …"""
+    """Interleave the two halves of axis n of [..., 2 n, k] row by row: gate 0, up 0, gate 1, up 1, …."""
     *lead, rows, k = x.shape
     return x.view(*lead, 2, rows // 2, k).transpose(-2, -3).reshape(x.shape)
 
 
 def _unsigned(x: Tensor) -> Tensor:
-    """int8 plus 128, in the same bytes."""
+    """Add 128 to int8 values, which makes them unsigned, in the same bytes."""
     return (x.contiguous().view(torch.uint8) ^ 128).view(torch.int8)
 
 
 def _neighbours(x: Tensor) -> Tensor:
-    """Bytes of `int4_values` with two neighbours in each, the first in its low bits."""
+    """Repack bytes of `int4_values` so that each byte holds two neighbours, the first in its low bits."""
     fours = x.reshape(*x.shape[:-1], -1, 4)
     eights = torch.cat((fours & 15, fours >> 4), -1)
     return (eights[..., 0::2] | eights[..., 1::2] << 4).reshape(x.shape)
 
 
 def _signed(x: Tensor) -> Tensor:
-    """Four bits plus 8 as four bits with a sign, in the same bytes."""
+    """Turn four-bit values that are stored plus 8 into signed four-bit values, in the same bytes."""
     return x ^ 0x88
 
 
 @dataclass(frozen=True)
 class Arranged:
-    """As onnxruntime's kernels read integers and experts: one step after another, none of which changes the shape."""
+    """A layout for onnxruntime's kernels: steps applied in order, none of which changes the shape."""
 
     name: str
     steps: tuple[Callable[[Tensor], Tensor], ...]
@@ -280,7 +291,7 @@ class Arranged:
 
 @dataclass(frozen=True)
 class Transposed:
-    """[n, k] as [k, n]: of the whole at once."""
+    """A layout that stores [n, k] as [k, n], transposed as a whole and not in chunks."""
 
     name: str = "transposed"
 
@@ -292,8 +303,8 @@ class Transposed:
         return x.t().contiguous()
 
 
-# panel16_k1: float32. panel16_k2: bfloat16, pairs along k as AVX-512 and AMX dot products want them; panel16_k4: int8,
-# in fours for the same reason. The others are for onnxruntime.
+# panel16_k1 is for float32. panel16_k2 is for bfloat16: AVX-512 and AMX dot products take pairs along k. panel16_k4 is
+# for int8, whose dot products take groups of four. The other layouts are for onnxruntime.
 LAYOUTS: dict[str, Layout | Arranged | Transposed] = {
     **{f"panel16_k{unit}": Layout(f"panel16_k{unit}", unit) for unit in (1, 2, 4)},
     "pairs": Arranged("pairs", (_pairs,)),
@@ -307,7 +318,7 @@ LAYOUTS: dict[str, Layout | Arranged | Transposed] = {
 
 
 def physical_shape(weight: Weight) -> tuple[int, ...]:
-    """The shape of the stored tensor: the logical one unless `weight` is packed."""
+    """Return the shape of the stored tensor: the logical one unless `weight` is packed."""
     return LAYOUTS[weight.layout].physical_shape(weight.shape) if weight.op == "pack" else weight.shape
 
 
@@ -315,7 +326,10 @@ def physical_shape(weight: Weight) -> tuple[int, ...]:
 
 
 def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of axis 0 of the logical tensor; `pack` is the outermost op or absent, and not applied."""
+    """Read rows [start, stop) of axis 0 of the logical tensor.
+
+    `pack`, which may only be the outermost op, is not applied.
+    """
     if weight.op == "source":
         return reader.rows(weight.name, start, stop)
     if weight.op == "constant":
@@ -365,13 +379,13 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
 
 
 def _broadcast_rows(weight: Weight, shape: tuple[int, ...], reader: TensorReader, start: int, stop: int) -> Tensor:
-    """Rows of an argument that is broadcast to `shape`: all of it where it has no row for each."""
+    """Read the rows of an argument that is broadcast to `shape`, or all of it where it is broadcast along axis 0."""
     has_rows = len(weight.shape) == len(shape) and weight.shape[0] == shape[0]
     return read_rows(weight, reader, start, stop) if has_rows else read_whole(weight, reader)
 
 
 def _read_reshaped(weight: Weight, reader: TensorReader, start: int, stop: int) -> Tensor:
-    """Rows of a reshape, from those rows of its argument that hold their elements."""
+    """Read rows of a reshape, from those rows of its argument that hold their elements."""
     source = weight.args[0]
     row, source_row = math.prod(weight.shape[1:]), math.prod(source.shape[1:])
     low, high = start * row, stop * row
@@ -381,21 +395,22 @@ def _read_reshaped(weight: Weight, reader: TensorReader, start: int, stop: int) 
 
 
 def num_rows(weight: Weight) -> int:
-    """The length of axis 0. Raises UnsupportedError for a tensor without one."""
+    """Return the length of axis 0; raise UnsupportedError for a tensor without axes."""
     if not weight.shape:
         raise UnsupportedError(
-            f"tensor {next(weight.sources())} is a single number (0-dimensional); expected weights with one axis or more"
+            f"tensor {next(weight.sources())} is a single number (0-dimensional);"
+            " expected weights with one axis or more"
         )
     return weight.shape[0]
 
 
 def read_whole(weight: Weight, reader: TensorReader) -> Tensor:
-    """The whole logical tensor."""
+    """Read the whole logical tensor."""
     return read_rows(weight, reader, 0, num_rows(weight))
 
 
 def read_constant(weight: Weight) -> Tensor:
-    """The whole of a weight whose leaves are all constants of the program, for which no checkpoint is read."""
+    """Read the whole of a weight whose leaves are all constants of the program, which needs no checkpoint."""
     return read_whole(weight, _NoReader())
 
 
@@ -405,7 +420,10 @@ class _NoReader:
 
 
 def _row_bytes(weight: Weight) -> int:
-    """What a row of axis 0 takes while it is computed: integers and their scales come from whole rows in float32."""
+    """Return the memory in bytes that a row of axis 0 takes while it is computed.
+
+    Integers and their scales are computed from whole rows in float32.
+    """
     inner = weight.args[0] if weight.op == "pack" else weight
     if inner.op in (*INT8_OPS, *FP8_OPS, *INT4_OPS):
         return 4 * math.prod(inner.args[0].shape[1:])
@@ -413,9 +431,9 @@ def _row_bytes(weight: Weight) -> int:
 
 
 def materialize(weight: Weight, reader: TensorReader, chunk_bytes: int = 64 << 20) -> Iterator[Tensor]:
-    """The stored tensor in order, a chunk of rows at a time: concatenated they have `physical_shape(weight)`.
+    """Yield the stored tensor in order, a chunk of rows at a time.
 
-    What lies transposed comes whole.
+    Concatenated, the chunks have `physical_shape(weight)`. A transposed tensor is yielded whole.
     """
     layout = LAYOUTS[weight.layout] if weight.op == "pack" else None
     unit = PANEL if layout and len(weight.shape) == 2 else 1

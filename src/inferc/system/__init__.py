@@ -1,1 +1,1 @@
-"""The operating system and the machine: files, memory, processors, environment variables, log lines."""
+"""The machine and its operating system: files, memory, processors, environment variables, and log lines."""

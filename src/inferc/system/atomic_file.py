@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""The atomic writing of files: a file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from inferc.system.private_files import open_private
 
 
 @contextmanager
-def whole_file(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """A name to write to, which becomes `path` at the end of the block; whatever goes wrong, what is there stays.
+def atomic_write(path: Path, *, private: bool = False) -> Iterator[Path]:
+    """Yield a temporary name to write to, which is renamed to `path` at the end of the block.
 
-    The name ends as `path` does. private: a file for its owner alone, whatever mode one that was there had. Raises ConfigError where the file cannot be written.
+    If anything goes wrong, the file at `path` stays as it was. The temporary name ends as `path` does. private: make a
+    file for its owner alone, whatever the mode of a file that was there. Raises ConfigError where the file cannot be
+    written.
     """
     partial = path.with_name(f".{os.getpid()}.{path.name}")
     try:

@@ -1,4 +1,4 @@
-"""Memory that is there before it is used: a file's, mapped, read at once, or asked for ahead, and zeroed pages."""
+"""The preparation of memory before it is used: mapped files, pages read at once or ahead, and backed pages."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ _libc.mmap.restype = ctypes.c_void_p
 
 
 def map_file(address: int, file: int, size: int) -> None:
-    """Let `size` bytes of memory from `address` on, a multiple of the page's size and this process's own, be a file's, to
-    be read. Raises OSError."""
+    """Map `size` bytes of a file over memory of this process at `address`, for reading.
+
+    address: a multiple of the page size, in memory that this process owns. Raises OSError.
+    """
     found = _libc.mmap(address, size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, file, 0)
     if found != address:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def read_whole(address: int, size: int) -> str | None:
-    """Have all pages of a stretch of memory read; why it cannot be, or None. Without this, to touch a page that the disk does
-    not give ends the process."""
-    if _advise(address, size, MADV_POPULATE_READ) and (code := ctypes.get_errno()) != EINVAL:  # of an older kernel
+    """Read all pages of a range of mapped memory; return why it fails, or None.
+
+    Without this, touching a page that the disk cannot deliver ends the process.
+    """
+    # An older kernel, without MADV_POPULATE_READ, returns EINVAL.
+    if _advise(address, size, MADV_POPULATE_READ) and (code := ctypes.get_errno()) != EINVAL:
         return os.strerror(code)
     return None
 
 
 def back(address: int, size: int) -> str | None:
-    """Have a stretch of memory backed by pages, as if it were written, but with what is in it; why it cannot be, or None."""
+    """Back a range of memory by physical pages, without changing its contents; return why it fails, or None."""
     return os.strerror(ctypes.get_errno()) if _advise(address, size, MADV_POPULATE_WRITE) else None
 
 
@@ -47,7 +52,7 @@ def _advise(address: int, size: int, advice: int) -> int:
 
 
 class ReadAhead:
-    """A thread that asks the kernel for pages; what was asked before is given up for what is asked now."""
+    """A thread that asks the kernel to read pages ahead; a new request replaces what is left of earlier ones."""
 
     def __init__(self) -> None:
         self._num_faults = 0
@@ -56,7 +61,7 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
 
     def is_needed(self) -> bool:
-        """Whether pages had to be read from a disk since this was asked last."""
+        """Return whether pages had to be read from a disk since the last call."""
         before, self._num_faults = self._num_faults, resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         return self._num_faults > before
 

@@ -1,4 +1,4 @@
-"""JSON texts from outside, of which nothing is known before they are parsed."""
+"""A parser for JSON texts from outside, which may hold anything."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; bytes are UTF-8. Raises ValueError, saying why, for whatever is not one.
+    """Parse a JSON text (bytes are UTF-8); raise ValueError, saying why, for anything else.
 
-    The standard parser calls itself for every bracket, so that 100,000 of them are a RecursionError, which nobody expects of
-    a file.
+    The standard parser recurses for every bracket, so 100,000 of them raise RecursionError, which no caller expects
+    when it reads a file.
     """
     try:
         return json.loads(text)

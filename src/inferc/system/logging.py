@@ -1,4 +1,7 @@
-"""How log lines look: as text for people, or as a JSON object each for what collects them. Both tell a request's id."""
+"""The format of log lines: text for people, or one JSON object per line for log collectors.
+
+Both show the id of the request that is being served.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,22 @@ import json
 import logging
 import re
 from contextvars import ContextVar
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias
 
 LogFormat: TypeAlias = Literal["text", "json"]
-# Of the request that is being served, as the client or the server named it; "" outside of one.
+# The id of the request that is being served, as the client or the server named it; "" outside of a request.
 REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
-REQUEST_ID_FORM = re.compile(r"[\w.:+/=@-]{1,128}")  # of a client's
-# Fields of a record that are not what somebody gave as `extra`.
+REQUEST_ID_FORM = re.compile(r"[\w.:+/=@-]{1,128}")  # the form of an id that a client may give
+# The fields of a log record that were not given as `extra`.
 PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
 
 
 class TextFormatter(logging.Formatter):
-    """As logging has it, with the request's id and what else belongs to it at the end. process: named in each line."""
+    """A formatter of text lines that ends each with the request's id and the `extra` fields.
+
+    process: a name that each line shows.
+    """
 
     def __init__(self, process: str = "") -> None:
         super().__init__(f"%(asctime)s {process + ' ' if process else ''}%(levelname)s %(name)s: %(message)s")
@@ -30,7 +36,11 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, process, message, request_id, and what was given as `extra`."""
+    """A formatter that writes one JSON object per line.
+
+    The keys are time (UTC), level, logger, process, message, request_id, exception, and those that were given as
+    `extra`.
+    """
 
     def __init__(self, process: str = "") -> None:
         super().__init__()
@@ -38,7 +48,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "process": self._process or "main",
@@ -57,7 +67,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def configure(kind: LogFormat, level: int, process: str = "") -> None:
-    """Log to standard error from now on, in place of what was configured before."""
+    """Log to standard error from now on, instead of where earlier configuration sent log lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if kind == "json" else TextFormatter(process))
     root = logging.getLogger()

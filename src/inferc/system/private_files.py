@@ -1,6 +1,7 @@
-"""Files and folders for their owner alone: what users' texts can be read from.
+"""The creation of files and folders that only their owner can access, for data that reveals users' texts.
 
-They are made so, whatever the umask is: at no moment are they wider. What an earlier run left wider is closed.
+They are created with these permissions, whatever the umask is, so at no moment are they wider. What an earlier run left
+with wider permissions is narrowed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ OTHERS = 0o077
 
 
 def open_private(path: Path | str, flags: int) -> int:
-    """A descriptor of a file, which is made if it is not there. Raises OSError."""
+    """Open a file, creating it if it is not there, and return its descriptor; raise OSError."""
     file = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
         found = os.fstat(file)
@@ -27,10 +28,10 @@ def open_private(path: Path | str, flags: int) -> int:
 
 
 def private_folder(path: Path, *, is_ours: bool = True) -> None:
-    """Make a folder, and those above it that are missing. is_ours False: one that a user names, who sees to what is above
-    it, and to its mode if it is there.
+    """Create a folder and its missing parents, for the owner alone.
 
-    Raises OSError.
+    is_ours False: a folder that a user names. Its parents must exist, and if it exists itself, its mode stays. Raises
+    OSError.
     """
     for parent in reversed([each for each in path.parents if is_ours and not each.exists()]):
         parent.mkdir(FOLDER_MODE, exist_ok=True)

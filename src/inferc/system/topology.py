@@ -1,4 +1,4 @@
-"""The cores of the processor that this process may use, and the nodes of memory that they belong to."""
+"""The processor cores that this process may use, and the memory (NUMA) nodes that they belong to."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ log = logging.getLogger(__name__)
 SYSTEM = Path("/sys/devices/system")
 MAX_NODES = 1024
 INTERLEAVE = 3  # MPOL_INTERLEAVE
-# libc has no functions for these two: (get_mempolicy, set_mempolicy).
+# The numbers of the system calls (get_mempolicy, set_mempolicy), for which libc has no functions.
 POLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}
 
 
 @dataclass(frozen=True)
 class Core:
-    """A core, by its logical processors that this process may use: several, where it runs several threads.
+    """A core, as the logical processors of it that this process may use: several, where it runs several threads.
 
-    node: of memory, the one that it is next to.
+    node: the memory node that is next to the core.
     """
 
     cpus: tuple[int, ...]
@@ -34,7 +34,7 @@ class Core:
 
 
 def read_cores(system: Path = SYSTEM, allowed: Sequence[int] | None = None) -> tuple[Core, ...]:
-    """The cores of this process's affinity, or of the processors `allowed`, a node's behind each other.
+    """Return the cores in this process's affinity, or of the processors `allowed`, sorted by node.
 
     Where the kernel says nothing of cores or nodes, each processor is a core, and there is one node.
     """
@@ -50,7 +50,7 @@ def read_cores(system: Path = SYSTEM, allowed: Sequence[int] | None = None) -> t
 
 
 def cores_to_pin(num_threads: int, first: int = 0) -> tuple[Core, ...]:
-    """A core for each of `num_threads` threads, from core `first` on. Raises ConfigError if there are too few."""
+    """Return a core for each of `num_threads` threads, from core `first` on; raise ConfigError if there are too few."""
     cores = read_cores()
     if first + num_threads > len(cores):
         raise ConfigError(
@@ -61,15 +61,16 @@ def cores_to_pin(num_threads: int, first: int = 0) -> tuple[Core, ...]:
 
 
 def nodes_of(cores: Sequence[Core], system: Path = SYSTEM) -> tuple[int, ...]:
-    """The nodes that memory of work on `cores` belongs on; none where the machine has only one."""
+    """Return the memory nodes of `cores`; empty where the machine has only one node."""
     return tuple(sorted({core.node for core in cores})) if len(_nodes(system)) > 1 else ()
 
 
 @contextmanager
 def memory_on(nodes: Sequence[int]) -> Iterator[None]:
-    """Pages that this thread touches first, and those of threads that it starts meanwhile, lie on `nodes` in turn.
+    """Place memory pages on `nodes` in turn while the block runs.
 
-    Nothing changes if there are none, or if the kernel refuses, which is logged.
+    This holds for pages that this thread touches first, and for those of threads that it starts meanwhile. Nothing
+    changes if `nodes` is empty, or if the kernel refuses, which is logged.
     """
     numbers = POLICY_CALLS.get(platform.machine())
     if not nodes or numbers is None:
@@ -99,7 +100,7 @@ def _nodes(system: Path) -> tuple[int, ...]:
 
 
 def _read_list(path: Path) -> tuple[int, ...]:
-    """Numbers as the kernel lists them, `0-3,8`; none if there is no such file."""
+    """Return the numbers in a list of the kernel's form `0-3,8`; empty if there is no such file."""
     try:
         text = path.read_text().strip()
     except OSError:

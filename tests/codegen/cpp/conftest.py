@@ -1,4 +1,4 @@
-"""The header kernels as fixtures: built for each instruction set, in each storage type; AArch64's run in an emulator."""
+"""The header kernels as fixtures, built for each instruction set and storage type; AArch64's run in an emulator."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     made.close()
 
 
-# Long in an emulator, and through code that others go through too. So are large latents and vocabularies; of a test over
-# masks one is enough.
+# Long in an emulator, and through code that others go through too. So are large latents and vocabularies; of a test
+# over masks one is enough.
 NOT_EMULATED = {
     "test_temperature_follows_the_softmax",
     "test_min_p",
@@ -54,8 +54,11 @@ SLOW_FOR_BF16 = {
 
 
 def is_slow(item: pytest.Function) -> bool:
-    """Sampling for neon_bf16 is that of neon, in float32; 512 rows are cut in two on tiles alone; and what takes an emulator
-    seconds for neon_bf16 is quick for neon."""
+    """Tell whether a test on neon_bf16 or on 512 rows is slow and adds nothing.
+
+    Sampling for neon_bf16 is that of neon, in float32; 512 rows are cut in two on tiles alone; and what takes an
+    emulator seconds for neon_bf16 is quick for neon.
+    """
     params: dict[str, Any] = item.callspec.params
     is_neon_bf16 = params["kernels"] == "neon_bf16"
     sampling = item.path.name == "test_sample.py" and is_neon_bf16

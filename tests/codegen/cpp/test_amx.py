@@ -26,7 +26,7 @@ from inferc.codegen.cpp.emit import HEADERS
 from inferc.config import EngineConfig
 from inferc.ir.ops import quantize as reference
 from inferc.ir.reference import new_kv_caches
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.runtime.step.plan import StepPlan
 
 ops = torch.ops.inferc
@@ -193,7 +193,7 @@ def logits_of(compiled: Compiled, num_threads: int, *plans: StepPlan) -> list[Te
         max_num_batched_tokens=160,
         kv_memory_bytes=64 * compiled.block_size * compiled.kv_bytes_per_token,
     )
-    runner, seen = ModelRunner(compiled, config, poison=True), list[Tensor]()
+    runner, seen = CpuRunner(compiled, config, poison=True), list[Tensor]()
     try:
         runner.set_observer(lambda entry, _, value: seen.append(as_torch(value)) if entry["name"] == "logits" else None)
         for plan in plans:
@@ -223,8 +223,10 @@ SOURCE = """
 namespace inferc {
 template void linear(Team&, Rows<const bf16>, i64, Panels<bf16>, const bf16*, Rows<bf16>);
 template void linear_int8(Team&, Rows<const bf16>, i64, Panels<i8>, const float*, const bf16*, Written<bf16>);
-template void linear_w8a8(Team&, Rows<const i8>, Rows<const float>, i64, Panels<i8>, const float*, const bf16*, Written<bf16>);
-template void linear_w4a8(Team&, Rows<const i8>, Rows<const float>, i64, Int4Panels, const float*, const bf16*, Written<bf16>);
+template void linear_w8a8(Team&, Rows<const i8>, Rows<const float>, i64, Panels<i8>, const float*, const bf16*,
+                          Written<bf16>);
+template void linear_w4a8(Team&, Rows<const i8>, Rows<const float>, i64, Int4Panels, const float*, const bf16*,
+                          Written<bf16>);
 template void paged_attention(Team&, const Attention<bf16>&);
 template void paged_attention(Team&, const Attention<bf16, Cache<i8>>&);
 }
@@ -266,7 +268,7 @@ def innermost_loop(lines: list[tuple[int, str, str]], instruction: str) -> Count
 
 @pytest.mark.parametrize(("kind", "dot"), [("NS_4bf16E", "tdpbf16ps"), ("a", "tdpbssd")], ids=["bf16", "int8"])
 def test_what_the_inner_loop_is_made_of(kind: str, dot: str) -> None:
-    """Of 32 rows by two panels: a load of a tile for each product, and beside prefetches no more than pointers to move."""
+    """The loop of 32 rows by two panels has one tile load per product, and else only prefetches and pointer moves."""
     functions = disassembled("amx")
     mangled = rf"_ZN6inferc14multiply_tilesI{kind}Li2ELi2ELNS_7StreamsE1EE[^.]*$"
     (name,) = (name for name in functions if re.match(mangled, name))

@@ -1,5 +1,7 @@
-"""AArch64 in an emulator: the bits that AVX2 gives, and whole steps beside this machine's. The kernels alone are tested with
-the others' (conftest.py)."""
+"""AArch64 in an emulator: its bits are those of AVX2, and whole steps are compared with this machine's.
+
+The kernels alone are tested together with those of other instruction sets (conftest.py).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from inferc.config import CompileConfig, EngineConfig
 from inferc.ir.ops import quantize as reference
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.runners.cpu import abi
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.runtime.step.plan import StepPlan
 
 ops = torch.ops.inferc
@@ -96,7 +98,7 @@ def logits_of(artifact: Artifact) -> dict[str, Any]:
 
 
 def logits_here(artifact: Artifact, plan: StepPlan) -> Tensor:
-    runner = ModelRunner(artifact, EngineConfig(max_num_seqs=4, max_num_batched_tokens=128, kv_memory_bytes=1 << 20))
+    runner = CpuRunner(artifact, EngineConfig(max_num_seqs=4, max_num_batched_tokens=128, kv_memory_bytes=1 << 20))
     seen: list[Tensor] = []
     logits = logits_of(artifact)
     runner.set_observer(lambda entry, _, rows: seen.append(as_torch(rows)) if entry == logits else None)
@@ -148,7 +150,7 @@ def logits_on_arm(artifact: Artifact, isa: str, plan: StepPlan) -> Tensor:
     indirect=["artifact"],
 )
 def test_a_step_is_that_of_this_machine(artifact: Artifact, isa: str) -> None:
-    """neon adds what AVX2 adds in the same order, so the bits are the same; neon_bf16 rounds within its pairs otherwise."""
+    """neon adds in the same order as AVX2, so the bits are the same; neon_bf16 rounds within its pairs otherwise."""
     ids = [int(token) for token in np.random.default_rng(0).integers(5, 300, 61)]
     plan = make_plan([(0, ids, 0), (2, ids[:5], 0), (1, ids[7:8], 0)], block_size=artifact.block_size, all_rows=True)
     found, expected = logits_on_arm(artifact, isa, plan), logits_here(artifact, plan)

@@ -185,7 +185,7 @@ MASS_CASES = (
 
 @pytest.mark.parametrize("case", MASS_CASES, ids=range(len(MASS_CASES)))
 def test_blocks_are_told_what_attention_gave_them(kernels: Kernels, dtype: torch.dtype, int8: bool, case: Case) -> None:
-    """Beside what is computed as without it; of all rows of the first sequence, none of the second, the last of the others."""
+    """The mass is added beside an unchanged result: for all rows of sequence 1, none of 2, the last of the others."""
     of = filled(kernels, case, dtype, int8)
     pool, starts, lengths, q, sinks = of.pool, of.starts, of.lengths, of.q, of.sinks
     mass_from = torch.cat((starts[:1], starts[2:3], starts[3:] - 1)).to(torch.int32)
@@ -334,7 +334,7 @@ def _rows_alone_and_in_chunks(kernels: Kernels, dtype: torch.dtype, int8: bool, 
 def test_blocks_that_were_given_back_change_no_bit(
     kernels: Kernels, dtype: torch.dtype, int8: bool, mask: str, window: int
 ) -> None:
-    """Entries of blocks that no query sees are 0, and block 0 holds NaN: in K, in V, in the middle of a tile of keys."""
+    """Block table entries that no query sees are 0, and block 0 holds NaN: in K, in V, in the middle of a key tile."""
     case = Case(((0, 700),), mask=mask, window=window, softcap=7.0, sinks=True)
     pool = Pool(kernels, case, dtype, int8)
     k, v = (torch.randn(700, case.kv_heads, case.dim).to(dtype) for _ in range(2))
@@ -424,7 +424,7 @@ def test_norms_in_the_write_equal_norms_before_it(
 def projection(
     kernels: Kernels, scheme: str, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """What x [rows, k] times weight [n, k] is by the kernel of the product alone; and x, weights and k as for the fused one."""
+    """Return x [rows, k] times weight [n, k] by the product's own kernel, and x, weights and k for the fused one."""
     (rows, k), n, dtype = x.shape, len(weight), x.dtype
     out = torch.full((rows, n), float("nan"), dtype=dtype)
     if scheme == "plain":
@@ -529,7 +529,7 @@ def test_blocks_pack_into_the_canonical_form_and_back(
 
 
 def test_rows_in_int8_that_are_no_plain_numbers(kernels: Kernels, dtype: torch.dtype) -> None:
-    """Zeros, ties between two integers, numbers without a last bit to spare, an infinity and a NaN: as the reference."""
+    """Zeros, ties between integers, numbers without a last bit to spare, an infinity and a NaN match the reference."""
     case = Case(((0, 6),), kv_heads=2, dim=32)
     pool = Pool(kernels, case, dtype, int8=True)
     k = torch.zeros(6, 2, 32, dtype=dtype)

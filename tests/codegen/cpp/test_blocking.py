@@ -62,7 +62,7 @@ def test_choices_go_up_to_any_number_of_rows() -> None:
 
 
 def test_rows_that_overflow_the_second_level_cache_are_cut() -> None:
-    """On tiles 512 rows of 16 KB are four times a core's cache: a block of k then goes through several pairs of panels."""
+    """512 rows of 16 KB are 4 times a core's cache, so on tiles a block of k goes through several pairs of panels."""
     long, short = (choose("amx", Product(4096, k, 2, 2), 512).blocking for k in (8192, 512))
     assert long.pairs > 1 and long.rows * long.k_bytes < CORES["amx"].l2_bytes
     assert short.pairs == 1
@@ -113,7 +113,7 @@ def test_no_cut_changes_a_bit(kernels: Kernels, dtype: torch.dtype, scheme: str,
 def test_many_rows_over_long_k_have_the_bits_of_few(
     kernels: Kernels, dtype: torch.dtype, rows: int, n: int, k: int
 ) -> None:
-    """As they are cut for this instruction set: on tiles up to 512 rows, a block of k through many panels before the next."""
+    """Products are cut for this instruction set: on tiles up to 512 rows, a block of k goes through many panels."""
     x, plain = torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype)
     weight, few, all_rows = packed(plain), nan(16, n, dtype=torch.float32), nan(rows, n, dtype=torch.float32)
     size, isa = dtype.itemsize, "amx" if kernels.isa == EMULATED else kernels.isa

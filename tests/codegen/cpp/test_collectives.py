@@ -1,4 +1,4 @@
-"""Compiled steps of several ranks, which exchange through the step's host: held against the references of the same ranks."""
+"""Compiled steps of several ranks that exchange through the step's host, against the references of the same ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,13 +20,13 @@ from inferc.config import EngineConfig
 from inferc.errors import VerifyError
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import Program, dtype_name
-from inferc.ir.rendezvous import Meeting
+from inferc.ir.rendezvous import Rendezvous
 from inferc.passes.lower import plan_memory
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.parallel.expert_placement import balanced
 from inferc.runtime.runners.cpu import abi
 from inferc.runtime.runners.cpu.collectives import Bytes, Collectives, LocalGroup, rounded, widened
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.targets import Target
 
 PROMPT = [5, 17, 80, 3, 41]
@@ -48,14 +48,14 @@ class CompiledRank(Compiled):
 
 def logits_of(ranks: list[RankProgram], reader: Any, group: str) -> list[Tensor]:
     """Each rank's logits of every token of the prompt, the ranks joined in this process."""
-    meeting = Meeting(len(ranks))
+    rendezvous = Rendezvous(len(ranks))
     config = EngineConfig(num_threads=2, max_num_seqs=2, kv_memory_bytes=1 << 20)
     runners, seen = [], [[] for _ in ranks]  # type: ignore[var-annotated]
     try:
         for index, rank in enumerate(ranks):
             compiled = CompiledRank(rank.program, reader)
-            runner = ModelRunner(compiled, config, poison=True)
-            runner.set_collective(Collectives({group: LocalGroup(index, meeting)}))
+            runner = CpuRunner(compiled, config, poison=True)
+            runner.set_collective(Collectives({group: LocalGroup(index, rendezvous)}))
             last = compiled.program["observable"][-1]["id"]
 
             def observe(
@@ -152,7 +152,7 @@ def test_a_step_that_has_no_one_to_exchange_with_is_refused() -> None:
     compiled = CompiledRank(own.program, model.reader)
     assert "all_reduce<float>(t, s, " in compiled.unit.source
     assert "all_gather<float, 2>(t, s, " in compiled.unit.source
-    runner = ModelRunner(compiled, EngineConfig(num_threads=1, max_num_seqs=2, kv_memory_bytes=1 << 20))
+    runner = CpuRunner(compiled, EngineConfig(num_threads=1, max_num_seqs=2, kv_memory_bytes=1 << 20))
     try:
         runner.submit(make_plan([(0, PROMPT, 0)]))
         assert "step refused its arguments" in str(runner.wait().error)

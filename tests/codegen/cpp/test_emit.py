@@ -17,7 +17,7 @@ from inferc.codegen.cpp.emit import emit
 from inferc.config import EngineConfig
 from inferc.errors import UnsupportedError
 from inferc.ir.reference import new_kv_caches
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.runtime.step.plan import StepPlan
 
 SHAPES = {
@@ -33,7 +33,7 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
     return Compiled(SHAPES[request.param], ISAS)
 
 
-def runner_of(compiled: Compiled, isa: str = "auto", num_threads: int = 2) -> ModelRunner:
+def runner_of(compiled: Compiled, isa: str = "auto", num_threads: int = 2) -> CpuRunner:
     config = EngineConfig(
         num_threads=num_threads,
         isa=isa,  # type: ignore[arg-type]
@@ -41,11 +41,11 @@ def runner_of(compiled: Compiled, isa: str = "auto", num_threads: int = 2) -> Mo
         max_num_batched_tokens=160,
         kv_memory_bytes=64 * compiled.block_size * compiled.kv_bytes_per_token,
     )
-    return ModelRunner(compiled, config, poison=True)
+    return CpuRunner(compiled, config, poison=True)
 
 
 @pytest.fixture
-def runner(compiled: Compiled) -> Iterator[ModelRunner]:
+def runner(compiled: Compiled) -> Iterator[CpuRunner]:
     made = runner_of(compiled)
     yield made
     made.close()
@@ -55,7 +55,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, 90, count)]
 
 
-def logits_of(runner: ModelRunner, plan: StepPlan) -> NDArray[Any]:
+def logits_of(runner: CpuRunner, plan: StepPlan) -> NDArray[Any]:
     """The step's float32 logits, [rows, vocab_size]."""
     seen: list[NDArray[Any]] = []
     runner.set_observer(lambda entry, layer, value: seen.append(value) if entry["name"] == "logits" else None)
@@ -101,7 +101,7 @@ def test_a_row_has_the_same_bits_alone_batched_chunked_and_on_one_thread(compile
         one.close()
 
 
-def test_decode_beside_a_prefill_has_the_same_bits(runner: ModelRunner) -> None:
+def test_decode_beside_a_prefill_has_the_same_bits(runner: CpuRunner) -> None:
     ids = tokens(40, 6)
     alone = logits_of(runner, make_plan([(0, ids, 0)], all_rows=True))[-1]
     logits_of(runner, make_plan([(1, ids[:-1], 0)]))
@@ -109,7 +109,7 @@ def test_decode_beside_a_prefill_has_the_same_bits(runner: ModelRunner) -> None:
     np.testing.assert_array_equal(mixed[1], alone)
 
 
-def test_more_rows_than_sampled_at_a_time(runner: ModelRunner) -> None:
+def test_more_rows_than_sampled_at_a_time(runner: CpuRunner) -> None:
     ids = tokens(100, 8)
     rows = logits_of(runner, make_plan([(0, ids, 0)], all_rows=True))
     targets = np.array(ids[1:] + ids[:1], np.int32)
@@ -120,7 +120,7 @@ def test_more_rows_than_sampled_at_a_time(runner: ModelRunner) -> None:
     np.testing.assert_allclose(logprobs, picked.numpy(), atol=2e-6)
 
 
-def test_every_value_is_observable(compiled: Compiled, runner: ModelRunner) -> None:
+def test_every_value_is_observable(compiled: Compiled, runner: CpuRunner) -> None:
     seen: dict[int, tuple[int, tuple[int, ...]]] = {}
     runner.set_observer(lambda entry, layer, value: seen.__setitem__(entry["id"], (layer, value.shape)))
     runner.submit(make_plan([(0, tokens(9), 0)]))

@@ -229,7 +229,8 @@ def test_moe_experts(kernels: Kernels, dtype: torch.dtype, scheme: str, name: st
         if scheme == "int8":
             assert_near(out, expected, factor=2.0)
         else:
-            # An activation that lay between two integers, and now and then its neighbour in bfloat16, may be the other one.
+            # An activation that lay between two integers, and now and then its neighbour in bfloat16, may be the other
+            # one.
             assert torch.isfinite(out).all()
             error = (out.float() - expected.float()).abs() / max(1e-6, float(expected.abs().max()))
             assert error.max() < 0.02 and error.mean() < (2e-3 if dtype == torch.bfloat16 else 2e-5)
@@ -282,7 +283,7 @@ def test_linear_w4a8(kernels: Kernels, dtype: torch.dtype, sizes: tuple[int, int
 
 @pytest.mark.parametrize("k", [4099, 1 << 16])
 def test_the_largest_sums_of_four_bits_do_not_saturate(kernels: Kernels, k: int) -> None:
-    """Nor overflow: the longer the rows are, the smaller the scales of groups. Rows of any signs, and both of scales."""
+    """Sums do not overflow: longer rows have smaller group scales. Rows have any signs, and scales have both."""
     group = 128
     groups, most = -(-k // group), reference.largest_group_scale(k)
     assert 8 * 127 * most * k < 2**31

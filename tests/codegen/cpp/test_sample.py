@@ -271,7 +271,7 @@ SIZES = (1, 2, 15, 16, 17, 1023, 1024, 1025, 3000, 40011)
 
 
 def kinds_of_logits(size: int) -> Iterator[F32]:
-    """Spread, peaked, with many equal ones, all equal, with masked ones, of huge and of denormal size, and with both zeros."""
+    """Logits are spread, peaked, with many equal, all equal, masked, huge, denormal, and with both zeros."""
     source = np.random.default_rng(size)
     normal = source.standard_normal(size).astype(np.float32)
     yield normal * np.float32(3)

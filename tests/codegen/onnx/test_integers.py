@@ -176,7 +176,8 @@ def test_experts(bits: int, k: int, name: str, has_biases: bool, target: Target,
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     names_of_all = ("x", "ids", "shares", *weights)
-    graph.__signature__ = inspect.Signature([inspect.Parameter(each, keyword) for each in names_of_all])  # type: ignore[attr-defined]
+    parameters = [inspect.Parameter(each, keyword) for each in names_of_all]
+    graph.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     program = example(graph, {"x": rows(k) * 3, "ids": IDS, "shares": SHARES}, weights)
     check(program, tmp_path, 1e-5, target)
     (chosen,) = (node.meta["kernel"] for node in program.program.graph.nodes if "moe" in str(node.target))

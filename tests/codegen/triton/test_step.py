@@ -62,7 +62,10 @@ def test_equal_layers_share_their_kernels(tiny_llama: CudaStep) -> None:
 
 
 def test_weights_in_int8_go_through_the_same_kernels(tiny_llama: CudaStep) -> None:
-    """Of one launch each: gate, up and what makes one of both; q, k and v, their rotation and the write of the cache."""
+    """Check that int8 weights keep the fused launches.
+
+    One launch is of gate, up and their product; another is of q, k and v, their rotation and the write of the cache.
+    """
     step = lowered(TINY_LLAMA, quantize="int8")
     assert len(step.launches["step"]) == len(tiny_llama.launches["step"])
     kinds = Counter(name.partition("-")[0] for name in step.sources)
@@ -130,8 +133,12 @@ def test_a_weight_in_another_dtype_is_refused() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "quantize", "kv_dtype"),
     [
-        *((32, 8, 128, None, "auto"), (32, 8, 128, "int8", "auto"), (16, 8, 256, None, "auto")),
-        *((32, 8, 128, "int8", "int8"), (32, 32, 128, None, "int8"), (32, 8, 64, None, "int8")),
+        (32, 8, 128, None, "auto"),
+        (32, 8, 128, "int8", "auto"),
+        (16, 8, 256, None, "auto"),
+        (32, 8, 128, "int8", "int8"),
+        (32, 32, 128, None, "int8"),
+        (32, 8, 64, None, "int8"),
     ],
 )
 def test_kernels_of_an_8b_shape_compile_for_every_chip(

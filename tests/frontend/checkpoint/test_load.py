@@ -147,8 +147,8 @@ def test_whole_weights_that_are_rounded_as_the_model_runs_are_not_to_be_used_as_
 ) -> None:
     """Without the field such a model would compile, and give other numbers than the one that was trained."""
     message = (
-        rf"calls it {what} \(quantization_config\), and nothing in its files is packed: .* rounds weights and activations as"
-        " it runs, which is not built; use another checkpoint"
+        rf"calls it {what} \(quantization_config\), and nothing in its files is packed: .* rounds weights and"
+        " activations as it runs, which is not built; use another checkpoint"
     )
     with pytest.raises(UnsupportedError, match=message) as caught:
         load(write(tmp_path, {**LLAMA, "quantization_config": facts}))
@@ -263,8 +263,8 @@ def test_a_name_that_transformers_does_not_know_is_found_in_the_config(
     with pytest.raises(ConfigError) as caught:
         trace.build(checkpoint.model_class, checkpoint.config, torch.float32, "meta")
     assert str(caught.value) == (
-        f"LlamaForCausalLM cannot be built: transformers {transformers.__version__} {message}; correct the field, or upgrade"
-        " transformers"
+        f"LlamaForCausalLM cannot be built: transformers {transformers.__version__} {message}; correct the field, or"
+        " upgrade transformers"
     )
 
 

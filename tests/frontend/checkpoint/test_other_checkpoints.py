@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors are named otherwise than their model's: what transformers loads is bound, the rest is named."""
+"""Checkpoints whose tensors have other names than the model's: what transformers loads is bound, the rest is named."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ def test_a_bias_that_is_no_mask_is_not_ignored(tmp_path: Path) -> None:
         (
             renamed("model.", "language_model.model."),
             ArtifactError,
-            "the file's tensors begin with `language_model.`, where the model's begin with `model.`: they are of another",
+            (
+                "the file's tensors begin with `language_model.`, where the model's begin with `model.`: they are of"
+                " another"
+            ),
         ),
         (
             lambda tensors: {f"base.{name}": value for name, value in tensors.items()},
@@ -116,8 +119,8 @@ def test_a_bias_that_is_no_mask_is_not_ignored(tmp_path: Path) -> None:
         (
             lambda tensors: {f"_orig_mod.{name}": value for name, value in tensors.items()},
             ArtifactError,
-            "tensor _orig_mod.lm_head.weight and 11 more: `_orig_mod.` is the wrapper of torch.compile; strip it from the names,"
-            + " or save the module inside it",
+            "tensor _orig_mod.lm_head.weight and 11 more: `_orig_mod.` is the wrapper of torch.compile; strip it from"
+            " the names," + " or save the module inside it",
         ),
         (
             lambda tensors: {f"module.{name}": value for name, value in tensors.items()},
@@ -127,17 +130,26 @@ def test_a_bias_that_is_no_mask_is_not_ignored(tmp_path: Path) -> None:
         (
             lambda tensors: {f"module._orig_mod.{name}": value for name, value in tensors.items()},
             ArtifactError,
-            "`_orig_mod.` is the wrapper of torch.compile and `module.` is the wrapper of DistributedDataParallel; strip",
+            (
+                "`_orig_mod.` is the wrapper of torch.compile and `module.` is the wrapper of DistributedDataParallel;"
+                " strip"
+            ),
         ),
         (
             renamed("model.layers.0.", "model.layers.0._orig_mod."),  # compiled a layer at a time
             ArtifactError,
-            "tensor model.layers.0._orig_mod.input_layernorm.weight and 8 more: `_orig_mod.` is the wrapper of torch.compile",
+            (
+                "tensor model.layers.0._orig_mod.input_layernorm.weight and 8 more: `_orig_mod.` is the wrapper of"
+                " torch.compile"
+            ),
         ),
         (
             without("lm_head.weight"),
             ArtifactError,
-            "no tensor for lm_head.weight, the LM head, which config.json does not tie .* random numbers for it; set tie",
+            (
+                "no tensor for lm_head.weight, the LM head, which config.json does not tie .* random numbers for it;"
+                " set tie"
+            ),
         ),
         (
             lambda tensors: renamed("model.", "")(without("lm_head.weight")(tensors)),  # as base models are saved
@@ -221,8 +233,8 @@ def test_layers_with_two_attentions_or_none_are_named(tmp_path: Path) -> None:
     for node, layer in zip(attentions[1:], (0, 4, 4, 3), strict=True):
         node.meta["layer"] = layer
     message = (
-        "model: 5 attention nodes were captured in 5 layers, expected one in each, and layers 1, 2 have none, layers 0, 4"
-        " have 2; the model's code goes past"
+        "model: 5 attention nodes were captured in 5 layers, expected one in each, and layers 1, 2 have none, layers"
+        " 0, 4 have 2; the model's code goes past"
     )
     with pytest.raises(ExportError, match=message):
         check_attention_count(program, "model")

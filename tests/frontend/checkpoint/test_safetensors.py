@@ -144,15 +144,15 @@ def damage(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         (
             tensor_in_two_shards,
             ArtifactError,
-            r"tensor a is in model-00001-of-00002\.safetensors and in model-00002-of-00002\.safetensors; expected each tensor in"
-            + r" one file, and model\.safetensors\.index\.json names model-00001-of-00002\.safetensors: save the model again, or"
-            + r" take it out of model-00002-of-00002\.safetensors$",
+            r"tensor a is in model-00001-of-00002\.safetensors and in model-00002-of-00002\.safetensors; expected each"
+            + r" tensor in one file, and model\.safetensors\.index\.json names model-00001-of-00002\.safetensors: save"
+            + r" the model again, or take it out of model-00002-of-00002\.safetensors$",
         ),
         (
             index_without_metadata,
             ArtifactError,
-            r"model\.safetensors\.index\.json has no metadata; expected an object there, without which transformers reads no"
-            + r' shards: add "metadata": \{\}$',
+            r"model\.safetensors\.index\.json has no metadata; expected an object there, without which transformers"
+            + r' reads no shards: add "metadata": \{\}$',
         ),
         (index_with_other_metadata, ArtifactError, r"has the metadata null; expected an object"),
         (index_gone, ArtifactError, r"model-00001-of-00002\.safetensors is there, and model\.safetensors\.index\.json"),
@@ -160,7 +160,10 @@ def damage(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         (
             adapter_beside_weights,
             ArtifactError,
-            r"holds model\.safetensors, and an adapter beside it \(adapter_config\.json\), .*; expected one model: delete",
+            (
+                r"holds model\.safetensors, and an adapter beside it \(adapter_config\.json\), .*; expected one model:"
+                r" delete"
+            ),
         ),
         (adapter_alone, UnsupportedError, r"no model\.safetensors but adapter_config\.json: a LoRA adapter; merge it"),
         (
@@ -228,7 +231,8 @@ def whole_file_as_a_shard(folder: Path) -> None:
     [
         (
             stale_index,
-            "holds weights twice: model.safetensors, and model.safetensors.index.json with model-00001-of-00002.safetensors"
+            "holds weights twice: model.safetensors, and model.safetensors.index.json with"
+            " model-00001-of-00002.safetensors"
             + " and 1 more; expected one of them: delete model.safetensors.index.json to use model.safetensors",
         ),
         (

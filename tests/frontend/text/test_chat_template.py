@@ -79,7 +79,10 @@ def joined(content: Any) -> Any:
     return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
-CALLS = "{% for call in message.tool_calls %}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+CALLS = (
+    "{% for call in message.tool_calls %}"
+    "<call>{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+)
 # As Mistral's and Granite's do: what a call is, in the order in which it came.
 WHOLE_CALLS = "{% for call in message.tool_calls %}<call>{{ call.function | tojson }} {{ call | tojson }}{% endfor %}"
 READS_PARTS = (
@@ -89,7 +92,8 @@ READS_PARTS = (
 )
 LOOKS_FOR_NONE = (
     "{% for message in messages %}{% if message.content is none %}{% for call in message.tool_calls or [] %}"
-    "{{ call.function.name + call.function.arguments }}{% endfor %}{% else %}{{ message.content + '\n' }}{% endif %}{% endfor %}"
+    "{{ call.function.name + call.function.arguments }}{% endfor %}{% else %}"
+    "{{ message.content + '\n' }}{% endif %}{% endfor %}"
 )
 
 

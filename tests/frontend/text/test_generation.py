@@ -68,8 +68,8 @@ def test_what_the_configs_class_has_by_itself_ends_no_text(
     assert generation_defaults(load(folder)).keys().isdisjoint(("bos_token_id", "eos_token_id", "pad_token_id"))
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{folder}: neither generation_config.json nor config.json names an end token: texts end at their max_tokens; add"
-        " eos_token_id to generation_config.json"
+        f"{folder}: neither generation_config.json nor config.json names an end token: texts end at their max_tokens;"
+        " add eos_token_id to generation_config.json"
     )
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert theirs.generation_config.eos_token_id is None

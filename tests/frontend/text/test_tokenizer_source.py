@@ -218,8 +218,8 @@ def test_added_tokens_that_the_config_has_alone(tmp_path: Path, caplog: pytest.L
     assert ours.decode([size, size + 1]) == "<think>"
     assert ours.token_to_id("<far>") is None and ours.token_to_id("<other>") is None
     assert (
-        f"files beside tokenizer.json have 2 added tokens that it has not, or under other ids ('<other>' (1), '<far>' ({size + 9})"
-        in caplog.text
+        f"files beside tokenizer.json have 2 added tokens that it has not, or under other ids ('<other>' (1), '<far>'"
+        f" ({size + 9})" in caplog.text
     )
 
 
@@ -395,9 +395,10 @@ def test_a_sentencepiece_model_whose_bos_nobody_asks_for(
         (message,) = told
         assert 1 not in ids and 1 not in transformers.AutoTokenizer.from_pretrained(tmp_path)("hello")["input_ids"]
         assert message == (
-            f"{tmp_path}: tokenizer.model has the BOS token '<s>', tokenizer_config.json no add_bos_token, and no BOS is written, as"
-            " by transformers 5; 4 wrote it with Llama's and Gemma's classes: if the model was trained with it, set add_bos_token"
-            " to true in tokenizer_config.json"
+            f"{tmp_path}: tokenizer.model has the BOS token '<s>', tokenizer_config.json no add_bos_token, and no BOS"
+            " is written, as"
+            " by transformers 5; 4 wrote it with Llama's and Gemma's classes: if the model was trained with it, set"
+            " add_bos_token to true in tokenizer_config.json"
         )
 
 

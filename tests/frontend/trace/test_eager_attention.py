@@ -26,7 +26,7 @@ def heads(seed: int = 0) -> Tensor:
 def spelled(
     function: Callable[..., Any], constants: dict[str, Tensor] | None = None, *, with_mask: bool = True
 ) -> Example:
-    """A program of `function(mask, q, k, v, **constants)`; the mask is a causal one of the sizes of a trace, or None."""
+    """Return a program of `function(mask, q, k, v, **constants)`; the mask is causal, of a trace's sizes, or None."""
 
     def traced(token_ids: Any, q: Any, k: Any, v: Any, **others: Any) -> Any:
         mask = None

@@ -41,7 +41,8 @@ def test_attention_writes_then_reads_the_cache() -> None:
         %4: float32[s0, 8] = aten.slice.Tensor(%0, -1, 8, 16)
         %5: float32[s0, 2, 4] = aten.view(%4, [-1, 2, 4])
         %6: float32[s4, 2, 2, 2, 2, 4] = inferc.kv_write(%kv_cache_0, %3, %5, %slot_mapping_0, 0)
-        %7: float32[s0, 4, 4] = inferc.paged_attention(%1, %6, %block_table_0, %query_start_loc, %seq_lens, None, 0, 0.5, 'causal', 0, 0.0)
+        %7: float32[s0, 4, 4] = inferc.paged_attention(%1, %6, %block_table_0, %query_start_loc, %seq_lens, None, 0,
+            0.5, 'causal', 0, 0.0)
         %8: float32[s0, 16] = aten.view(%7, [-1, 16])
         %9: float32[s0, 4, 4] = aten.view(%8, [-1, 4, 4])
         %10: float32[s0, 8] = aten.slice.Tensor(%8, -1, 0, 8)
@@ -49,7 +50,8 @@ def test_attention_writes_then_reads_the_cache() -> None:
         %12: float32[s0, 8] = aten.slice.Tensor(%8, -1, 8, 16)
         %13: float32[s0, 2, 4] = aten.view(%12, [-1, 2, 4])
         %14: float32[s4, 2, 2, 2, 2, 4] = inferc.kv_write(%6, %11, %13, %slot_mapping_0, 1)
-        %15: float32[s0, 4, 4] = inferc.paged_attention(%9, %14, %block_table_0, %query_start_loc, %seq_lens, None, 1, 0.5, 'causal', 0, 0.0)
+        %15: float32[s0, 4, 4] = inferc.paged_attention(%9, %14, %block_table_0, %query_start_loc, %seq_lens, None,
+            1, 0.5, 'causal', 0, 0.0)
         %16: float32[s0, 16] = aten.view(%15, [-1, 16])
         return (%16)
     """
@@ -102,12 +104,14 @@ def test_a_layer_that_shares_k_and_v_reads_what_the_first_wrote(is_computed_agai
         %6: float32[s0, 4, 4] = aten.view(%0, [-1, 4, 4])
         %7: float32[s0, 4, 4] = inferc.rope(%6, %table)
         %8: float32[s4, 1, 2, 2, 2, 4] = inferc.kv_write(%kv_cache_0, %3, %5, %slot_mapping_0, 0)
-        %9: float32[s0, 4, 4] = inferc.paged_attention(%7, %8, %block_table_0, %query_start_loc, %seq_lens, None, 0, 0.5, 'sliding', 3, 0.0)
+        %9: float32[s0, 4, 4] = inferc.paged_attention(%7, %8, %block_table_0, %query_start_loc, %seq_lens, None, 0,
+            0.5, 'sliding', 3, 0.0)
         %10: float32[s0, 16] = aten.view(%9, [-1, 16])
         %11: float32[s0, 16] = aten.mul.Tensor(%10, 1.5)
         %12: float32[s0, 4, 4] = aten.view(%11, [-1, 4, 4])
         %13: float32[s0, 4, 4] = inferc.rope(%12, %table)
-        %14: float32[s0, 4, 4] = inferc.paged_attention(%13, %8, %block_table_0, %query_start_loc, %seq_lens, None, 0, 0.5, 'sliding', 3, 0.0)
+        %14: float32[s0, 4, 4] = inferc.paged_attention(%13, %8, %block_table_0, %query_start_loc, %seq_lens, None,
+            0, 0.5, 'sliding', 3, 0.0)
         %15: float32[s0, 16] = aten.view(%14, [-1, 16])
         %16: float32[s0, 16] = aten.mul.Tensor(%15, 1.5)
         %17: float32[s0, 32] = aten.cat([%11, %16], -1)

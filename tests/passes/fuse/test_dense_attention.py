@@ -49,7 +49,8 @@ def test_one_op_of_three(tmp_path: Path) -> None:
         %3: float32[s0, 2, 8] = aten.view(%2, [-1, 2, 8])
         %4: float32[s0, 16] = aten.slice.Tensor(%0, -1, 16, 32)
         %5: float32[s0, 2, 8] = aten.view(%4, [-1, 2, 8])
-        %6: (float32[s0, 4, 8], float32[s1, 2, s3, 8], float32[s1, 2, s3, 8]) = inferc.dense_write_attention(%1, %3, %5, %k_cache_0, %v_cache_0, %starts, %seq_lens, None, 0.5, 'causal', 0, 0.0)
+        %6: (float32[s0, 4, 8], float32[s1, 2, s3, 8], float32[s1, 2, s3, 8]) = inferc.dense_write_attention(%1, %3,
+            %5, %k_cache_0, %v_cache_0, %starts, %seq_lens, None, 0.5, 'causal', 0, 0.0)
         %7: float32[s0, 4, 8] = getitem(%6, 0)
         %8: float32[s0, 32] = aten.view(%7, [-1, 32])
         return (%8)

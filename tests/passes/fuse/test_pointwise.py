@@ -39,7 +39,8 @@ def test_a_gate_for_each_token_and_a_weight_for_each_column() -> None:
         %x: float32[s0, 6] = input
         %gate: float32[s0, 1] = input
         %residual: float32[s0, 6] = input
-        %0: float32[s0, 6] = inferc.pointwise([%gate, %x, @weight, %residual], 'x3 + ((sigmoid(x0) * x1) * x2)', float32)
+        %0: float32[s0, 6] = inferc.pointwise([%gate, %x, @weight, %residual], 'x3 + ((sigmoid(x0) * x1) * x2)', \
+float32)
         return (%0)
     """
     inputs = {"x": rows(6), "gate": rows(1, seed=1), "residual": rows(6, seed=2)}
@@ -172,7 +173,8 @@ def test_a_comparison_as_a_number_is_one_or_zero() -> None:
     golden = """
         %token_ids: int64[s0] = input
         %x: float32[s0, 6] = input
-        %0: float32[s0, 6] = inferc.pointwise([%x], 'where((x0 > 0.5), 1.0, 0.0) * (where((x0 < 1.0), 1.0, 0.0) * 3.0)', float32)
+        %0: float32[s0, 6] = inferc.pointwise([%x], \
+'where((x0 > 0.5), 1.0, 0.0) * (where((x0 < 1.0), 1.0, 0.0) * 3.0)', float32)
         return (%0)
     """
     per_token(graph, {"x": rows(6)}).check(FusePointwise(), 1, golden)
@@ -187,7 +189,8 @@ def test_a_comparison_that_two_choices_read_stands_in_both() -> None:
         %token_ids: int64[s0] = input
         %x: float32[s0, 6] = input
         %y: float32[s0, 6] = input
-        %0: float32[s0, 6] = inferc.pointwise([%x, %y], 't0 = tanh(x0); where((t0 > 0.5), x0, x1) + where((t0 > 0.5), x1, x0)', float32)
+        %0: float32[s0, 6] = inferc.pointwise([%x, %y], \
+'t0 = tanh(x0); where((t0 > 0.5), x0, x1) + where((t0 > 0.5), x1, x0)', float32)
         return (%0)
     """
     per_token(graph, {"x": rows(6), "y": rows(6, seed=1)}).check(FusePointwise(), 1, golden)

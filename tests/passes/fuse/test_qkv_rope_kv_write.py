@@ -1,4 +1,4 @@
-"""The packed projection of q, k and v joins the rotation and the write of the cache; what is no such projection stays."""
+"""The packed projection of q, k and v joins the rotation and the cache write; other projections stay as they are."""
 
 import operator
 from typing import Any
@@ -45,7 +45,8 @@ def test_takes_the_projection_in() -> None:
         %table: float32[s0, 8] = input
         %kv_cache: float32[4, 1, 2, 4, 2, 8] = input
         %slot_mapping: int64[s0] = input
-        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.qkv_rope_kv_write(%x, @qkv, None, None, None, 0.0, 0.0, False, %table, %kv_cache, %slot_mapping, 0, 4, 'halves')
+        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.qkv_rope_kv_write(%x, @qkv, None, None, None, \
+0.0, 0.0, False, %table, %kv_cache, %slot_mapping, 0, 4, 'halves')
         %1: float32[s0, 4, 8] = getitem(%0, 0)
         %2: float32[4, 1, 2, 4, 2, 8] = getitem(%0, 1)
         return (%1, %2)
@@ -66,7 +67,8 @@ def test_takes_the_projection_in_front_of_the_norms_in_with_its_bias() -> None:
         %table: float32[s0, 8] = input
         %kv_cache: float32[4, 1, 2, 4, 2, 8] = input
         %slot_mapping: int64[s0] = input
-        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.qkv_rope_kv_write(%x, @qkv, @bias, @q_norm, @k_norm, 1e-05, 1.0, True, %table, %kv_cache, %slot_mapping, 0, 4, 'halves')
+        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.qkv_rope_kv_write(%x, @qkv, @bias, @q_norm, \
+@k_norm, 1e-05, 1.0, True, %table, %kv_cache, %slot_mapping, 0, 4, 'halves')
         %1: float32[s0, 4, 8] = getitem(%0, 0)
         %2: float32[4, 1, 2, 4, 2, 8] = getitem(%0, 1)
         return (%1, %2)
@@ -90,7 +92,8 @@ def test_takes_a_quantized_projection_in() -> None:
         %table: float32[s0, 8] = input
         %kv_cache: float32[4, 1, 2, 4, 2, 8] = input
         %slot_mapping: int64[s0] = input
-        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.qkv_rope_kv_write(%x, @qkv, @bias, None, None, 0.0, 0.0, False, %table, %kv_cache, %slot_mapping, 0, 4, 'halves', %x_scale, @scale, @groups, float32)
+        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.qkv_rope_kv_write(%x, @qkv, @bias, None, None, \
+0.0, 0.0, False, %table, %kv_cache, %slot_mapping, 0, 4, 'halves', %x_scale, @scale, @groups, float32)
         %1: float32[s0, 4, 8] = getitem(%0, 0)
         %2: float32[4, 1, 2, 4, 2, 8] = getitem(%0, 1)
         return (%1, %2)

@@ -275,10 +275,12 @@ def test_rotation_joins_the_write_of_k_and_v() -> None:
         %block_table: int32[1, 2] = input
         %query_start_loc: int32[2] = input
         %seq_lens: int32[1] = input
-        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.rope_kv_write(%q, %k, %v, %table, %kv_cache, %slot_mapping, 0, 'halves')
+        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.rope_kv_write(%q, %k, %v, %table, %kv_cache, \
+%slot_mapping, 0, 'halves')
         %1: float32[s0, 4, 8] = getitem(%0, 0)
         %2: float32[4, 1, 2, 4, 2, 8] = getitem(%0, 1)
-        %3: float32[s0, 4, 8] = inferc.paged_attention(%1, %2, %block_table, %query_start_loc, %seq_lens, None, 0, 0.5, 'causal', 0, 0.0)
+        %3: float32[s0, 4, 8] = inferc.paged_attention(%1, %2, %block_table, %query_start_loc, %seq_lens, None, 0, \
+0.5, 'causal', 0, 0.0)
         return (%3, %2)
     """
     example(graph, PAGED).check(fuse_rope_kv_write, 1, golden)
@@ -321,7 +323,8 @@ def test_norms_of_heads_join_the_rotation_and_the_write() -> None:
         %table: float32[s0, 8] = input
         %kv_cache: float32[4, 1, 2, 4, 2, 8] = input
         %slot_mapping: int64[s0] = input
-        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.norm_rope_kv_write(%q, %k, %v, @q_norm, @k_norm, 1e-05, 0.0, True, %table, %kv_cache, %slot_mapping, 0, 'halves')
+        %0: (float32[s0, 4, 8], float32[4, 1, 2, 4, 2, 8]) = inferc.norm_rope_kv_write(%q, %k, %v, @q_norm, @k_norm, \
+1e-05, 0.0, True, %table, %kv_cache, %slot_mapping, 0, 'halves')
         %1: float32[s0, 4, 8] = getitem(%0, 0)
         %2: float32[4, 1, 2, 4, 2, 8] = getitem(%0, 1)
         return (%1, %2)

@@ -1,4 +1,4 @@
-"""partition_segments: what TensorRT computes between our kernels, and the order in which both run; and their values' places."""
+"""Tests of partition_segments: what TensorRT computes between our kernels, the order of both, and memory places."""
 
 from __future__ import annotations
 
@@ -117,10 +117,12 @@ GOLDEN = """
     %7: float32[s0, 1, 4] = aten.view(%6, [-1, 1, 4])
     %8: float32[s0, 4] = aten.slice.Tensor(%3, -1, 12, 16)
     %9: float32[s0, 1, 4] = aten.view(%8, [-1, 1, 4])
-    %10: (float32[s0, 2, 4], float32[4, 2, 2, 4, 1, 4]) = inferc.rope_kv_write(%5, %7, %9, %0, %kv_cache_0, %slot_mapping_0, 0)
+    %10: (float32[s0, 2, 4], float32[4, 2, 2, 4, 1, 4]) = inferc.rope_kv_write(%5, %7, %9, %0, %kv_cache_0, \
+%slot_mapping_0, 0)
     %11: float32[4, 2, 2, 4, 1, 4] = getitem(%10, 1)
     %12: float32[s0, 2, 4] = getitem(%10, 0)
-    %13: float32[s0, 2, 4] = inferc.paged_attention(%12, %11, %block_table_0, %query_start_loc, %seq_lens, None, 0, 0.5, 'causal', 0, 0.0)
+    %13: float32[s0, 2, 4] = inferc.paged_attention(%12, %11, %block_table_0, %query_start_loc, %seq_lens, None, 0, \
+0.5, 'causal', 0, 0.0)
     %14: float32[s0, 8] = aten.view(%13, [-1, 8])
     %15: float32[s0, 8] = aten.linear(%14, @o.0)  # segment 1
     %16: float32[s0, 8] = aten.add.Tensor(%1, %15)  # segment 1
@@ -139,10 +141,12 @@ GOLDEN = """
     %29: float32[s0, 1, 4] = aten.view(%28, [-1, 1, 4])
     %30: float32[s0, 4] = aten.slice.Tensor(%25, -1, 12, 16)
     %31: float32[s0, 1, 4] = aten.view(%30, [-1, 1, 4])
-    %32: (float32[s0, 2, 4], float32[4, 2, 2, 4, 1, 4]) = inferc.rope_kv_write(%27, %29, %31, %0, %11, %slot_mapping_0, 1)
+    %32: (float32[s0, 2, 4], float32[4, 2, 2, 4, 1, 4]) = inferc.rope_kv_write(%27, %29, %31, %0, %11, \
+%slot_mapping_0, 1)
     %33: float32[4, 2, 2, 4, 1, 4] = getitem(%32, 1)
     %34: float32[s0, 2, 4] = getitem(%32, 0)
-    %35: float32[s0, 2, 4] = inferc.paged_attention(%34, %33, %block_table_0, %query_start_loc, %seq_lens, None, 1, 0.5, 'causal', 0, 0.0)
+    %35: float32[s0, 2, 4] = inferc.paged_attention(%34, %33, %block_table_0, %query_start_loc, %seq_lens, None, 1, \
+0.5, 'causal', 0, 0.0)
     %36: float32[s0, 8] = aten.view(%35, [-1, 8])
     %37: float32[2, 8] = aten.index_select(%24, 0, %logits_rows)  # segment 3
     %38: float32[2, 8] = aten.index_select(%36, 0, %logits_rows)  # segment 3
@@ -154,7 +158,10 @@ GOLDEN = """
 
 
 def test_segments_lie_between_the_kernels() -> None:
-    """The table of rotations comes first; the shared expert goes with what is in front of the chosen ones; rows are selected last."""
+    """The rotation table comes first; the shared expert is segmented with what precedes the chosen ones.
+
+    Rows are selected last.
+    """
     made().check(PartitionSegments(), 4, GOLDEN)
 
 
@@ -167,7 +174,10 @@ def test_the_program_keeps_its_segments_as_json() -> None:
 
 
 def test_values_of_segments_have_places_that_engines_can_read() -> None:
-    """In rows without gaps, at multiples of 256 bytes; results where nothing lies that the engine reads; none for what stays inside."""
+    """Values lie in rows without gaps at multiples of 256 bytes, and never where the engine still reads.
+
+    Values that stay inside of a segment have no place.
+    """
     program = made().program
     PartitionSegments()(program)
     assert PlanMemory()(program) == len(memory_plan(program).values)

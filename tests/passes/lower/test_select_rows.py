@@ -68,7 +68,8 @@ def test_selects_just_after_the_last_attention() -> None:
         %0: float32[s0, 8] = aten.embedding(@embed, %token_ids)
         %1: float32[s0, 8] = inferc.rms_norm(%0, @norm, 1e-05)
         %2: float32[s0, 2, 4] = aten.view(%1, [-1, 2, 4])
-        %3: float32[s0, 2, 4] = inferc.paged_attention(%2, %kv_cache_0, %block_table_0, %query_start_loc, %seq_lens, None, 0, 0.5, 'causal', 0, 0.0)
+        %3: float32[s0, 2, 4] = inferc.paged_attention(%2, %kv_cache_0, %block_table_0, %query_start_loc, %seq_lens,
+            None, 0, 0.5, 'causal', 0, 0.0)
         %4: float32[s0, 8] = aten.view(%3, [-1, 8])
         %5: float32[2, 8] = aten.index_select(%4, 0, %logits_rows)
         %6: float32[2, 8] = aten.index_select(%0, 0, %logits_rows)

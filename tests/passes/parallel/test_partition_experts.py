@@ -11,8 +11,8 @@ from graphs import example, random
 from ranks import Model, random_module, run, weight_bytes
 
 from inferc.backends.partition import Ranks
+from inferc.cost.expert_loads import ExpertLoads
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.expert_loads import ExpertLoads
 from inferc.ir.ops import expert_combine, expert_dispatch, run_ranks
 from inferc.ir.program import Program
 from inferc.ir.weights import read_whole
@@ -78,11 +78,13 @@ def test_exchanges_tokens_around_a_ranks_own_experts() -> None:
         %1: (int32[s0, 2], float32[s0, 2]) = inferc.moe_routing(%0, None, 2, True)
         %2: int32[s0, 2] = getitem(%1, 0)
         %3: float32[s0, 2] = getitem(%1, 1)
-        %4: (float32[s0, 6], int32[s0, 2], float32[s0, 2]) = inferc.expert_dispatch(%x, %2, %3, %positions, @moe_experts_default.placement, 'ep', 1, 2)
+        %4: (float32[s0, 6], int32[s0, 2], float32[s0, 2]) = inferc.expert_dispatch(%x, %2, %3, %positions, \
+@moe_experts_default.placement, 'ep', 1, 2)
         %5: float32[s0, 6] = getitem(%4, 0)
         %6: int32[s0, 2] = getitem(%4, 1)
         %7: float32[s0, 2] = getitem(%4, 2)
-        %8: float32[s0, 6] = inferc.moe_experts(%5, %6, %7, @gate_up.ep1, @down.ep1, None, None, 'silu', 1.0, 0.0, False, None, None, None, None, None, None)
+        %8: float32[s0, 6] = inferc.moe_experts(%5, %6, %7, @gate_up.ep1, @down.ep1, None, None, 'silu', 1.0, 0.0, \
+False, None, None, None, None, None, None)
         %9: float32[s0, 6] = inferc.expert_combine(%8, %2, %positions, @moe_experts_default.placement, 'ep', 1, 2)
         return (%9)
     """

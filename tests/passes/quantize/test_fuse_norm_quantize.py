@@ -61,7 +61,8 @@ def test_the_sum_is_returned_too() -> None:
     golden = """
         %x: bfloat16[s0, 8] = input
         %residual: bfloat16[s0, 8] = input
-        %0: (int8[s0, 8], float32[s0], bfloat16[s0, 8]) = inferc.rms_norm_add_quantize(%x, %residual, @w, 1e-05, 0.0, True)
+        %0: (int8[s0, 8], float32[s0], bfloat16[s0, 8]) = inferc.rms_norm_add_quantize(%x, %residual, @w, 1e-05, 0.0, \
+True)
         %1: int8[s0, 8] = getitem(%0, 0)
         %2: float32[s0] = getitem(%0, 1)
         %3: bfloat16[s0, 8] = getitem(%0, 2)

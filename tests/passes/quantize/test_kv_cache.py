@@ -46,7 +46,8 @@ def test_the_cache_becomes_int8_with_a_scale_behind_each_row() -> None:
         %4: float32[s0, 8] = aten.slice.Tensor(%0, -1, 8, 16)
         %5: float32[s0, 2, 4] = aten.view(%4, [-1, 2, 4])
         %6: int8[s4, 1, 2, 2, 2, 8] = inferc.kv_write(%kv_cache_0, %3, %5, %slot_mapping_0, 0)
-        %7: float32[s0, 4, 4] = inferc.paged_attention(%1, %6, %block_table_0, %query_start_loc, %seq_lens, None, 0, 0.5, 'causal', 0, 0.0)
+        %7: float32[s0, 4, 4] = inferc.paged_attention(%1, %6, %block_table_0, %query_start_loc, %seq_lens, None, 0,
+            0.5, 'causal', 0, 0.0)
         %8: float32[s0, 16] = aten.view(%7, [-1, 16])
         %9: float32[s0, 4, 4] = aten.view(%8, [-1, 4, 4])
         %10: float32[s0, 8] = aten.slice.Tensor(%8, -1, 0, 8)
@@ -54,7 +55,8 @@ def test_the_cache_becomes_int8_with_a_scale_behind_each_row() -> None:
         %12: float32[s0, 8] = aten.slice.Tensor(%8, -1, 8, 16)
         %13: float32[s0, 2, 4] = aten.view(%12, [-1, 2, 4])
         %14: int8[s4, 1, 2, 2, 2, 8] = inferc.kv_write(%kv_cache_1, %11, %13, %slot_mapping_1, 0)
-        %15: float32[s0, 4, 4] = inferc.paged_attention(%9, %14, %block_table_1, %query_start_loc, %seq_lens, None, 0, 0.5, 'sliding', 2, 0.0)
+        %15: float32[s0, 4, 4] = inferc.paged_attention(%9, %14, %block_table_1, %query_start_loc, %seq_lens, None,
+            0, 0.5, 'sliding', 2, 0.0)
         %16: float32[s0, 16] = aten.view(%15, [-1, 16])
         return (%16)
     """

@@ -113,9 +113,11 @@ def test_projections_in_four_bits() -> None:
         %0: (int8[s0, 40], float32[s0]) = inferc.quantize_rows(%x)
         %1: int8[s0, 40] = getitem(%0, 0)
         %2: float32[s0] = getitem(%0, 1)
-        %3: float32[s0, 12] = inferc.linear_w4a8(%1, %2, @qkv.int4, @qkv.int4_group_scale, @qkv.int4_scale, float32, @bias)
+        %3: float32[s0, 12] = inferc.linear_w4a8(%1, %2, @qkv.int4, @qkv.int4_group_scale, @qkv.int4_scale, float32, \
+@bias)
         %4: float32[s0, 4] = aten.slice.Tensor(%3, -1, 0, 4)
-        %5: float32[s0, 6] = inferc.linear_w4a8(%1, %2, @o.int4, @o.int4_group_scale, @o.int4_scale, float32, None, %residual)
+        %5: float32[s0, 6] = inferc.linear_w4a8(%1, %2, @o.int4, @o.int4_group_scale, @o.int4_scale, float32, None, \
+%residual)
         return (%4, %5)
     """
     weights = {"qkv": random(12, 40), "bias": random(12), "o": random(6, 40, seed=1)}
@@ -149,7 +151,8 @@ def test_experts_in_int8() -> None:
         %x: float32[s0, 8] = input
         %ids: int32[s0, 2] = input
         %share: float32[s0, 2] = input
-        %0: float32[s0, 8] = inferc.moe_experts(%x, %ids, %share, @gate_up.int8, @down.int8, None, None, 'silu', 1.0, 0.0, False, @gate_up.scale, @down.scale)
+        %0: float32[s0, 8] = inferc.moe_experts(%x, %ids, %share, @gate_up.int8, @down.int8, None, None, 'silu', 1.0, \
+0.0, False, @gate_up.scale, @down.scale)
         return (%0)
     """
     check(made_experts(), INT8, 1, golden, dequantized(made_experts()))
@@ -167,7 +170,8 @@ def test_experts_on_quantized_rows(scheme: str, kind: str) -> None:
         %0: (int8[s0, 8], float32[s0]) = inferc.quantize_rows(%x)
         %1: int8[s0, 8] = getitem(%0, 0)
         %2: float32[s0] = getitem(%0, 1)
-        %3: float32[s0, 8] = inferc.moe_experts(%1, %ids, %share, {weights}, None, None, 'silu', 1.0, 0.0, False, {scales}, %2, float32{of_groups})
+        %3: float32[s0, 8] = inferc.moe_experts(%1, %ids, %share, {weights}, None, None, 'silu', 1.0, 0.0, False, \
+{scales}, %2, float32{of_groups})
         return (%3)
     """
     before, made = made_experts().run()[0], made_experts()

@@ -1,4 +1,4 @@
-"""What was checked is what runs: libraries, templates and tokenizers that are swapped after the check are not opened."""
+"""What was checked is what runs: libraries, templates and tokenizers swapped after the check are not opened."""
 
 import ctypes
 import errno

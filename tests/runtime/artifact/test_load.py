@@ -237,7 +237,8 @@ def test_inspect(tiny_artifact: Path) -> None:
 
 def test_loading_imports_no_torch(tiny_artifact: Path) -> None:
     code = (
-        "import sys; from inferc.runtime.artifact.load import load_artifact; load_artifact(sys.argv[1]).verify_weights().wait();"
+        "import sys; from inferc.runtime.artifact.load import load_artifact;"
+        " load_artifact(sys.argv[1]).verify_weights().wait();"
         "assert not {'torch', 'transformers', 'safetensors', 'triton'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tiny_artifact)], check=True, cwd="/", env={**os.environ})

@@ -1,4 +1,4 @@
-"""Files of an artifact whose digests are right and whose fields are not: each is told by name, and nothing else is raised."""
+"""Artifact files with right digests and wrong fields: each fault is reported by its name, as the only error."""
 
 import hashlib
 import json
@@ -183,7 +183,12 @@ def test_many_wrong_fields_are_told(lab: Lab, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("name", "path", "value", "told"),
     [
-        ("engine.json", ("programs", 0, "tp_rank"), "0", r"engine.json is not of the format: programs\[0\].tp_rank: expected int"),
+        (
+            "engine.json",
+            ("programs", 0, "tp_rank"),
+            "0",
+            r"engine.json is not of the format: programs\[0\].tp_rank: expected int",
+        ),
         ("engine.json", ("programs",), {}, "programs: expected array, got object"),
         ("engine.json", ("targets", 0), "", r"targets\[0\]: found '', expected one of cpu, reference"),
         ("engine.json", ("programs",), [], "programs: expected array of length >= 1"),
@@ -192,12 +197,32 @@ def test_many_wrong_fields_are_told(lab: Lab, data: st.DataObject) -> None:
         ("engine.json", ("model", "eos_token_ids"), 1, "model.eos_token_ids: expected array, got int"),
         ("engine.json", ("config", "block_size"), True, "config.block_size: expected int, got bool"),
         ("engine.json", ("config",), DEEP, "engine.json"),
-        ("engine.json", ("programs", 0, "file"), "other.json", r"programs\[0\].file: 'other.json' is not among the files"),
+        (
+            "engine.json",
+            ("programs", 0, "file"),
+            "other.json",
+            r"programs\[0\].file: 'other.json' is not among the files",
+        ),
         ("engine.json", ("programs", 0, "libraries"), {"avx2": "x.so"}, r"programs\[0\].libraries.avx2: 'x.so' is not"),
-        ("engine.json", ("programs", 0, "memory", "arena"), {}, r"programs\[0\].memory.arena: object missing required field"),
-        ("engine.json", ("programs", 0, "kv_groups", 0, "bytes_per_token"), 8, r"kv_groups\[0\].bytes_per_token: found 8"),
+        (
+            "engine.json",
+            ("programs", 0, "memory", "arena"),
+            {},
+            r"programs\[0\].memory.arena: object missing required field",
+        ),
+        (
+            "engine.json",
+            ("programs", 0, "kv_groups", 0, "bytes_per_token"),
+            8,
+            r"kv_groups\[0\].bytes_per_token: found 8",
+        ),
         ("program.json", ("weights", 0, "offset"), -64, r"weights\[0\].offset: expected int >= 0"),
-        ("program.json", ("weights", 0, "shape"), "big", r"program.json is not of the format: weights\[0\].shape: expected"),
+        (
+            "program.json",
+            ("weights", 0, "shape"),
+            "big",
+            r"program.json is not of the format: weights\[0\].shape: expected",
+        ),
         ("program.json", ("weights", 0, "dtype"), "int3", r"weights\[0\].dtype: found 'int3', expected one of float32"),
         ("program.json", ("weights", 0), DROP, "weights: found .*, and engine.json has"),
         ("program.json", ("step", "inputs"), [], "step.inputs: expected array of length >= 1"),

@@ -1,4 +1,4 @@
-"""Sequences that forget: what a token sees depends on its position alone, whatever runs beside it and whatever is found."""
+"""Tests of eviction: what a token sees depends on its position alone, whatever runs beside it and whatever is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose layers differ in kind, heads and who stores K and V, served by its compiled step over poisoned pools."""
+"""Serve a model whose layers differ in kind, heads and stored K and V by its compiled step over poisoned pools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inferc.ir.reference import generate_greedy
 from inferc.kv_groups import ChunkCacheGroup, WindowCacheGroup, cache_groups
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.runners.cpu import abi
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.step.sampling_params import SamplingParams
 
@@ -41,7 +41,7 @@ def expected(compiled: Compiled) -> list[list[int]]:
 def make_engine(compiled: Compiled, pipeline: bool = True, **options: Any) -> Engine:
     groups = cache_groups(compiled.kv_groups)
     config = EngineConfig(num_threads=2, **options).resolve(compiled.max_model_len, compiled.block_size, groups)
-    runner = ModelRunner(compiled, config, poison=True)
+    runner = CpuRunner(compiled, config, poison=True)
     sizes = SchedulerConfig(
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -119,7 +119,7 @@ def test_a_text_longer_than_the_windows_pool_is_scored(compiled: Compiled) -> No
 def test_a_block_given_back_too_early_would_be_noticed(
     compiled: Compiled, expected: list[list[int]], early: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The poison is what makes the tests above see anything: a block that is still in sight becomes block 0, which is NaN."""
+    """The poison shows a block that is freed while it is still seen: it becomes block 0, which is NaN."""
     kind = {"window": WindowCacheGroup, "chunk": ChunkCacheGroup}[early]
     real = kind.first_key
     monkeypatch.setattr(kind, "first_key", lambda group, at: min(at, real(group, at) + 16))

@@ -53,7 +53,8 @@ def test_blocks_are_taken_as_a_sequence_grows_and_come_back() -> None:
 
 @pytest.mark.parametrize(
     ("group", "given_back"),
-    # Blocks of 4: the query at 9 is the first whose window of 6 (4 to 9) leaves block 0 out; a chunk of 6 ends at 5, 11, …
+    # Blocks of 4: the query at 9 is the first whose window of 6 (4 to 9) leaves block 0 out;
+    # a chunk of 6 ends at 5, 11, …
     [(FULL, {}), (WINDOW, {9: [0], 13: [1], 17: [2]}), (CHUNK, {6: [0], 12: [1, 2], 18: [3]})],
     ids=["full", "window", "chunk"],
 )

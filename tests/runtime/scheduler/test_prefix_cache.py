@@ -254,9 +254,9 @@ def test_without_it_nothing_is_kept() -> None:
 def test_blocks_that_nobody_finds_are_taken_first() -> None:
     pool = BlockPool(6)
     blocks = pool.take(5)
-    pool.publish(blocks[0], b"0")
-    pool.publish(blocks[1], b"1")
-    pool.publish(blocks[2], b"1")
+    pool.cache_block(blocks[0], b"0")
+    pool.cache_block(blocks[1], b"1")
+    pool.cache_block(blocks[2], b"1")
     pool.drop(blocks)
     assert pool.block_of == {b"0": blocks[0], b"1": blocks[1]}, "of two with the same content one is found"
     assert list(pool.kept) == [blocks[1], blocks[0]]
@@ -286,7 +286,7 @@ def test_as_much_is_found_as_every_group_has(groups: list[CacheGroup], there: li
         blocks = pool.take(9)
         for block, name, is_kept in zip(blocks, names, kept, strict=True):
             if is_kept:
-                pool.publish(block, name)
+                pool.cache_block(block, name)
         pool.drop(blocks)
 
     def all_there(num_blocks: int) -> bool:

@@ -109,7 +109,7 @@ def test_the_step_after_one_in_flight_takes_its_ids_late() -> None:
 
 
 def test_many_end_tokens_of_one_sequence_are_nothing_that_others_look_at() -> None:
-    """A hundred thousand end tokens of one request were a column that every step of all requests compared, until the server's end."""
+    """The end tokens of one request must not widen the array that every step of all requests compares."""
     scheduler = make_scheduler()
     scheduler.add(sequence("many", 3, stop_ids=frozenset(range(41, 100_000))))
     scheduler.add(sequence("one", 3, stop_ids=frozenset([40])))

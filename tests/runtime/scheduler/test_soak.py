@@ -1,4 +1,4 @@
-"""Many steps of scheduler, cache and engine under random traffic: nothing leaks, nobody starves, no budget is exceeded."""
+"""Run many steps of scheduler, cache and engine under random traffic: nothing leaks, starves or exceeds a budget."""
 
 import itertools
 import random

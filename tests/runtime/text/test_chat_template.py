@@ -108,7 +108,10 @@ LIMITS = TemplateLimits(max_seconds=0.3, max_bytes=256 << 20)
         GROW + "{{ [n.x, n.y] | max }}",
         GROW + "{{ [n.x].index(n.y) }}",
         "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}{{ {n.x: 1} }}",
-        "{% set x = (1).from_bytes(('a' * 4000000).encode(), 'big') %}{{ (x // (1).from_bytes(('b' * 2000000).encode(), 'big')) % 7 }}",
+        (
+            "{% set x = (1).from_bytes(('a' * 4000000).encode(), 'big') %}"
+            "{{ (x // (1).from_bytes(('b' * 2000000).encode(), 'big')) % 7 }}"
+        ),
         "{{ (['a' * 8000000] * 99999) | select('eq', 'a' * 8000000 ~ '') | list | length }}",
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{{ 1 }}" * 300000,

@@ -98,8 +98,9 @@ def test_a_long_text(texts: dict[str, Text]) -> None:
 # ------------------------------------------------------------------------------------------- other tokenizers
 
 CALLS = (
-    "{% for m in messages %}<s>{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{{ part.text }}{% endfor %}{% endif %}{% for call in m.tool_calls or [] %}<call>{{ call.function.arguments | tojson }}{% endfor %}"
+    "{% for m in messages %}<s>{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.arguments | tojson }}{% endfor %}"
     "{% endfor %}"
 )
 

@@ -1,4 +1,4 @@
-"""Stop strings are found where a search of the whole text finds them, at a cost that does not grow with what is held back."""
+"""Stop strings are found where a search of the whole text finds them, at a cost independent of what is held back."""
 
 from itertools import pairwise
 

@@ -20,7 +20,10 @@ EOS = 256
 
 
 def byte_level() -> Tokenizer:
-    """Ids 0..255 are the bytes in order of value; some merges; an end token; an added one with a character of no byte."""
+    """Ids 0..255 are the bytes in order of value; some merges; an end token.
+
+    An added one with a character of no byte.
+    """
     char_of_byte = {byte: char for char, byte in BYTE_OF_CHAR.items()}
     vocab = {char_of_byte[byte]: byte for byte in range(256)}
     merges = [("h", "e"), ("l", "l"), (char_of_byte[0xF0], char_of_byte[0x9F])]

@@ -16,7 +16,7 @@ from inferc.serve.grpc.answers import MANY_ENTRIES, as_bytes, joined
 from inferc.serve.grpc.inference_service import InferenceService
 from inferc.serve.models import text_calls
 from inferc.serve.models.embedding import Vectors
-from inferc.serve.models.streams import Piece
+from inferc.serve.models.streams import Delta
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
 ROWS = [Logprobs(number, -0.5, 1, ((number, -0.5), (7, -1.25))) for number in range(20)]
@@ -28,15 +28,15 @@ class Stream:
     def __init__(self) -> None:
         self.num_forgotten: dict[int, int] = {}
         self._pieces = [
-            Piece(0, "a", [1, 2], None, ROWS[:2]),
-            Piece(1, "b", [3], "stop", ROWS[2:3]),
-            Piece(0, "c", [4], "length", ROWS[3:4]),
+            Delta(0, "a", [1, 2], None, ROWS[:2]),
+            Delta(1, "b", [3], "stop", ROWS[2:3]),
+            Delta(0, "c", [4], "length", ROWS[3:4]),
         ]
 
     def __aiter__(self) -> "Stream":
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> Delta:
         if not self._pieces:
             raise StopAsyncIteration
         return self._pieces.pop(0)
@@ -113,5 +113,5 @@ def test_only_what_takes_long_is_made_in_a_thread(num_entries: int, is_beside: b
 def test_a_part_has_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """While protobuf makes or writes one message, all other threads wait for it."""
     monkeypatch.setattr(grpc_answers, "ENTRIES_OF_PART", 7)
-    assert [list(part) for part in grpc_answers.pieces(range(5), size=3)] == [[0, 1], [2, 3], [4]]
-    assert [list(part) for part in grpc_answers.pieces(range(3), size=100)] == [[0], [1], [2]]
+    assert [list(part) for part in grpc_answers.slices(range(5), size=3)] == [[0, 1], [2, 3], [4]]
+    assert [list(part) for part in grpc_answers.slices(range(3), size=100)] == [[0], [1], [2]]

@@ -12,7 +12,7 @@ from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.serve.grpc.answers import as_bytes
 from inferc.serve.grpc.kserve_service import MAX_AT_ONCE, KServeService
 from inferc.serve.http.openai_answering import MANY_LISTED, OPENED_AT_ONCE
-from inferc.serve.models.streams import Piece
+from inferc.serve.models.streams import Delta
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
 
 Result = TypeVar("Result")
@@ -27,9 +27,9 @@ class Answer:
     def __aiter__(self) -> "Answer":
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> Delta:
         await asyncio.sleep(0)
-        return Piece(0, "a", [1], None, [])
+        return Delta(0, "a", [1], None, [])
 
     def close(self) -> None:
         self.is_closed = True
@@ -72,7 +72,7 @@ class OneAfterTheOther(Model):
         self.opened[-1] += 1
         news: asyncio.Event = given[-1]
         news.set()
-        pieces = [Piece(0, "a", [1], "stop", [])]
+        pieces = [Delta(0, "a", [1], "stop", [])]
         return SimpleNamespace(
             take=lambda: pieces.pop() if pieces else None, is_done=True, num_cached=0, close=lambda: None
         )

@@ -107,7 +107,11 @@ def within(number: int, data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "data", "message"),
     [
-        (pb.GenerateRequest, within(4, b"\x0a\x00" * (MAX_FIELDS + 1)), "GenerateRequest.chat has more fields than are taken"),
+        (
+            pb.GenerateRequest,
+            within(4, b"\x0a\x00" * (MAX_FIELDS + 1)),
+            "GenerateRequest.chat has more fields than are taken",
+        ),
         (pb.GenerateRequest, within(5, b"\x62\x00" * (MAX_FIELDS + 1)), "GenerateRequest.sampling has more fields"),
         (pb.GenerateRequest, within(5, b"\x92\x01\x00" * (MAX_FIELDS + 1)), "GenerateRequest.sampling has more fields"),
         (pb.EmbedRequest, b"\x12\x00" * (MAX_FIELDS + 1), "EmbedRequest has more fields than are taken, 32768"),

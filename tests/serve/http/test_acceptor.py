@@ -133,7 +133,7 @@ def test_more_than_are_taken_at_once_all_have_their_turn(monkeypatch: pytest.Mon
 
 
 def test_who_has_asked_and_waits_for_a_protocol_keeps_its_place() -> None:
-    """Two have come and nothing has begun with them yet: the third is told that there is no place, and health finds one."""
+    """While two accepted connections have not started yet, a third one is refused, and a health probe finds a place."""
 
     async def work() -> None:
         async with House(limit=2) as house:
@@ -164,7 +164,7 @@ def test_health_finds_a_place_among_those_who_say_nothing(monkeypatch: pytest.Mo
 
 
 def test_files_are_closed_before_more_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each new connection of a row ends an idle one that a protocol reads from, and the next row waits for a turn of the loop."""
+    """Each new connection of a row ends an idle one that has a protocol, and the next row waits for a loop turn."""
     monkeypatch.setattr(acceptor, "TAKEN_IN_A_ROW", 3)
 
     async def work() -> None:

@@ -392,7 +392,7 @@ def test_who_finds_all_places_taken_when_its_body_is_there_is_told_so() -> None:
 
 
 def test_nothing_is_left_of_a_client_that_resets() -> None:
-    """Neither timers nor what they hold: of one that was answered, and of one whose second request is still being worked on."""
+    """A closed connection leaves neither timers nor what they hold, answered or with a second request under way."""
     app = Doors()
     app.open["/first"].set()
 
@@ -460,7 +460,10 @@ def test_a_connection_that_is_closed_gives_its_place_back() -> None:
         assert places.take_place(first) and places.take_place(second) and places.is_full
         assert places.came(third, "nothing") and not places.may_ask(third) and places.may_ask(first)
         assert said == [
-            "2 HTTP connections are open, and there are places for 2: idle ones are closed, and requests told 503 where there are none"
+            (
+                "2 HTTP connections are open, and there are places for 2: idle ones are closed, and requests told 503"
+                " where there are none"
+            )
         ]
         first.close()
         assert places.take_place(third) and not places.take_place(pair()[0])

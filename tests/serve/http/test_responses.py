@@ -17,7 +17,7 @@ from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.serve.errors import EngineUnavailable
 from inferc.serve.http.responses_api import _ResponseForm
 from inferc.serve.http.told_json import MAX_ENTRIES, check_likely
-from inferc.serve.models.streams import Piece
+from inferc.serve.models.streams import Delta
 
 RESPONSES = "/v1/responses"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_output_tokens": 8, "ignore_eos": True}
@@ -235,15 +235,15 @@ class Failing:
         self.num_pieces, self.is_closed = num_pieces, False
         self._num_likely = num_likely
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, int, Piece], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, int, Delta], None]:
         for number in range(self.num_pieces):
-            yield 0, 0, Piece(0, f"{number} ", [5], None, [])
+            yield 0, 0, Delta(0, f"{number} ", [5], None, [])
         raise EngineUnavailable("the engine died of \ud800")
 
     def usage_of(self, number: int, count: int) -> Usage:
         return Usage(3, 1, count)
 
-    def num_likely(self, piece: Piece) -> int:
+    def num_likely(self, piece: Delta) -> int:
         return self._num_likely
 
     def check_likely(self, num_entries: int) -> None:

@@ -485,7 +485,11 @@ def test_a_stream_may_be_cut_anywhere(server: Server, open_page: Callable[..., W
             return { value, done: false };
         } };
         const found = [];
-        try { for await (const event of events(reader)) found.push(event); } catch (error) { found.push(error.message); }
+        try {
+            for await (const event of events(reader)) found.push(event);
+        } catch (error) {
+            found.push(error.message);
+        }
         return found;
     }"""
     page = open_page(server.url).page

@@ -1,4 +1,7 @@
-"""Weights that are cut short, overwritten, replaced or gone while a server runs: noticed, told, and served again when they are back."""
+"""The tests of weights that are truncated, overwritten, replaced or removed while a server runs.
+
+The server notices and reports it, and serves again when they are back.
+"""
 
 import json
 import os

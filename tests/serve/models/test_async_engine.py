@@ -20,7 +20,7 @@ from inferc.serve.errors import EngineUnavailable, NoPlace, QueueFull, RequestAb
 from inferc.serve.models import async_engine, streams
 from inferc.serve.models.async_engine import MAX_STARTS, TAKEN_AT_ONCE, AsyncEngine
 from inferc.serve.models.queue_forecast import ARRIVED_AT
-from inferc.serve.models.streams import ModelFacts, Piece, Stream
+from inferc.serve.models.streams import Delta, ModelFacts, Stream
 
 Result = TypeVar("Result")
 
@@ -86,7 +86,7 @@ def make_engine(script: Script, max_sequences: int = 8) -> AsyncEngine:
     return engine
 
 
-async def rest(stream: Stream) -> list[Piece]:
+async def rest(stream: Stream) -> list[Delta]:
     return [piece async for piece in stream]
 
 
@@ -100,8 +100,8 @@ def test_what_a_slow_reader_misses_is_merged() -> None:
         first = await anext(stream)
         await script.say("a", b"!", "length")
         assert [first, *await rest(stream)] == [
-            Piece(0, "hello", list(b"hello"), None, []),
-            Piece(0, "!", list(b"!"), "length", []),
+            Delta(0, "hello", list(b"hello"), None, []),
+            Delta(0, "!", list(b"!"), "length", []),
         ]
 
     run(work())
@@ -181,7 +181,7 @@ def test_half_a_character_waits_for_its_other_half() -> None:
         await asyncio.sleep(0)
         assert not waiting.done()
         await script.say("a", whole[1:])
-        assert await waiting == Piece(0, "ß", list(whole), None, [])
+        assert await waiting == Delta(0, "ß", list(whole), None, [])
 
     run(work())
 
@@ -214,7 +214,7 @@ def test_outputs_of_one_prompt_end_on_their_own() -> None:
         assert (first.index, first.finish_reason) == (1, "length") and stream.is_open
         await script.say("a", b"y", "stop")
         # The end token itself is not shown.
-        assert await rest(stream) == [Piece(0, "", [ord("y")], "stop", [])]
+        assert await rest(stream) == [Delta(0, "", [ord("y")], "stop", [])]
 
     run(work())
 

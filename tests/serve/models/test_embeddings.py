@@ -125,7 +125,7 @@ def test_bad_requests(embedding: Server, url: str) -> None:
 
 
 def test_as_many_texts_as_are_documented(embedding: Server) -> None:
-    """More than there are places for sequences; those of one call are computed a wave at a time."""
+    """More than there are residency for sequences; those of one call are computed a wave at a time."""
     texts = ["a text", "other"] * (MAX_INPUTS // 2)
     with Client(embedding.address, retries=0) as client:
         found = np.array(client.embed(texts))

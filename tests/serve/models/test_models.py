@@ -23,7 +23,7 @@ from inferc.serve.models import supervisor
 from inferc.serve.models.async_engine import AsyncEngine
 from inferc.serve.models.models import ModelOptions, Models, ModelSource, ServedModel
 from inferc.serve.models.rendering import Rendering
-from inferc.serve.models.residency import Places
+from inferc.serve.models.residency import Residency
 from inferc.serve.models.streams import ModelFacts
 from inferc.serve.models.supervisor import Supervisor
 
@@ -42,14 +42,14 @@ class Scripted(ServedModel):
         kv_events: KvEventLog | None,
         on_state: Callable[[], None],
         tracing: object,
-        places: Places,
+        residency: Residency,
     ) -> None:
         Scripted.latest = self
         self.source, self.kv_events = source, kv_events
         self.processes: list[Process] = []
         self._rendering = Rendering()
         self.engine = AsyncEngine(None, ModelFacts(128, 64))
-        self.supervisor = Supervisor(self.engine, self._launch, on_state=lambda _: on_state(), places=places)
+        self.supervisor = Supervisor(self.engine, self._launch, on_state=lambda _: on_state(), residency=residency)
 
     def _launch(self, on_stop: Callable[[str], None]) -> Process:
         self.processes.append(Process(on_stop))

@@ -12,7 +12,7 @@ from inferc.runtime.engine.scoring import Score
 from inferc.serve.errors import NoPlace
 from inferc.serve.models import supervisor
 from inferc.serve.models.async_engine import AsyncEngine
-from inferc.serve.models.residency import Places
+from inferc.serve.models.residency import Residency
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,8 @@ def test_the_first_are_awake_and_the_others_sleep_without_having_started() -> No
 
 def test_without_a_limit_all_are_awake() -> None:
     async def work() -> None:
-        places, started = Places(), list[str]()
-        models = [Model(name, places, started) for name in "abc"]
+        residency, started = Residency(), list[str]()
+        models = [Model(name, residency, started) for name in "abc"]
         for model in models:
             await model.supervisor.start()
         await models[0].supervisor.sleep()
@@ -313,7 +313,7 @@ def test_a_sleep_by_hand_is_no_swap() -> None:
 
 
 class Sleeper:
-    """What Places asks to make room; `was_used` orders those at rest."""
+    """What Residency asks to make room; `was_used` orders those at rest."""
 
     def __init__(self, is_at_rest: bool = True, was_used: float = 0.0) -> None:
         self.engine = cast(
@@ -325,23 +325,23 @@ class Sleeper:
     def make_room(self) -> None:
         self.is_asked = True
 
-    def stay_awake(self) -> None:
+    def stay_resident(self) -> None:
         self.is_asked = False
 
 
 def test_who_was_asked_stays_if_another_leaves() -> None:
     async def work() -> None:
-        places = Places(2)
+        residency = Residency(2)
         busy, other, waiting = Sleeper(False, 2.0), Sleeper(False, 1.0), Sleeper()
-        assert places.take_free(busy) and places.take_free(other) and not places.take_free(waiting)
-        taking = asyncio.create_task(places.take(waiting))
+        assert residency.take_free(busy) and residency.take_free(other) and not residency.take_free(waiting)
+        taking = asyncio.create_task(residency.take(waiting))
         await settle()
         assert (busy.is_asked, other.is_asked) == (True, False)
         other.is_leaving = True
-        places.look()
+        residency.look()
         await settle()
         assert not busy.is_asked and not taking.done()
-        places.leave(other)
+        residency.leave(other)
         await taking
 
     run(work())
@@ -349,13 +349,13 @@ def test_who_was_asked_stays_if_another_leaves() -> None:
 
 def test_nobody_takes_a_free_place_before_who_waits_for_it() -> None:
     async def work() -> None:
-        places = Places(1)
+        residency = Residency(1)
         first, waiting, new = Sleeper(False), Sleeper(), Sleeper()
-        assert places.take_free(first)
-        taking = asyncio.create_task(places.take(waiting))
+        assert residency.take_free(first)
+        taking = asyncio.create_task(residency.take(waiting))
         await settle()
-        places.leave(first)
-        assert not places.take_free(new)
+        residency.leave(first)
+        assert not residency.take_free(new)
         await taking
 
     run(work())

@@ -177,7 +177,7 @@ def test_the_end_is_not_lost_where_news_comes_along_with_it(turns: int) -> None:
             await settle()
             waiting = b.ask()
             await settle()
-            house.places.look()
+            house.residency.look()
             for _ in range(turns):
                 await asyncio.sleep(0)
             assert await ends(b.supervisor.close())

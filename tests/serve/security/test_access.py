@@ -244,7 +244,7 @@ def test_a_file_that_became_something_else_leaves_the_keys_as_they_were(
 
 
 def test_parameters_that_were_checked_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body's are checked where it comes in, with the model's defaults under them; not by whoever bounds and names them."""
+    """The parameters of a body are checked once, when it comes in, and not again when limits and a name are set."""
     body = {"prompt": "a", "max_tokens": 5}
     defaults = {"temperature": 0.0, "max_tokens": 9}
     params = parse_request(COMPLETIONS, body, is_served=True, defaults=defaults).params

@@ -1,4 +1,4 @@
-"""The null target's side of a compile: the pipeline of kernels over a paged cache, a kernel for every op, and no code."""
+"""The null target's side of a compile: the pipeline for a paged cache, a kernel for every op, and no code."""
 
 from inferc.backends.backend import Output, Written
 from inferc.backends.lower import LowerConfig

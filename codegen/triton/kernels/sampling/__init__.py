@@ -1,6 +1,6 @@
-"""From logits to token ids on a GPU: processors, filters, the draw, log-probabilities.
+"""The kernels from logits to token ids on a GPU: logits processors, filters, the draw and log-probabilities.
 
-A step's logits rows are sampled in chunks. `counts_ptr` says [tokens of the step, rows of this chunk, sequences, the
-chunk's first row]; logits and scratch are indexed by row of the chunk, parameters and results by row of the step. A row
-depends on nothing but its own logits, parameters and state, and comes out the same in every launch.
+A step's logits rows are sampled in chunks. `counts_ptr` has [tokens of the step, rows of this chunk, sequences, the
+chunk's first row]. Logits and scratch are indexed by row of the chunk, parameters and results by row of the step. The
+result of a row depends on nothing but its own logits, parameters and state, and is the same in every launch.
 """

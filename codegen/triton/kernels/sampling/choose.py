@@ -1,7 +1,8 @@
-"""The token of each row: the most likely one, or a draw after top-k, top-p and min-p. One program a row.
+"""The kernel that chooses the token of each row: the most likely one, or a draw after top-k, top-p and min-p.
 
-It goes by what `row_parts` found: a greedy row reads none of its numbers again, one at a temperature alone those of the
-part that the draw falls in, one with filters those of the parts that reach a lower bound of what they keep.
+It has one program per row, which starts from what `row_parts` found. A greedy row reads none of its numbers again. A
+row with only a temperature reads the part that the draw falls in. A row with filters reads the parts that reach a lower
+bound of what the filters keep.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from inferc.codegen.triton.kernels.sampling.row_parts import PART, part_of
 from inferc.codegen.triton.kernels.sampling.rows import CHANGED_BY, FIRST, ROWS, STACK_BYTES, is_changed
 from inferc.codegen.triton.kernels.sampling.search import PLACES, odds, scale_of
 
-TILE = 1024  # numbers of a list that are searched at once
+TILE = 1024  # numbers of a list that are searched at a time
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -69,8 +70,15 @@ def choose_kernel(  # type: ignore[no-untyped-def]
             if (temperature > 0.0) & (min_p <= 1.0):
                 values = logits_ptr + row * LOGITS_STRIDE
                 changed = is_changed(
-                    *(repetition_ptr, presence_ptr, frequency_ptr, bias_starts_ptr, banned_starts_ptr),
-                    *(allowed_starts_ptr, slots_ptr, count_table_ptr, at),
+                    repetition_ptr,
+                    presence_ptr,
+                    frequency_ptr,
+                    bias_starts_ptr,
+                    banned_starts_ptr,
+                    allowed_starts_ptr,
+                    slots_ptr,
+                    count_table_ptr,
+                    at,
                 )
                 if changed:
                     values = x_ptr + row * X_STRIDE
@@ -82,8 +90,23 @@ def choose_kernel(  # type: ignore[no-untyped-def]
                     own_list = row * LIST_STRIDE
                     total = tl.sum(mass.to(tl.float64) * odds(maxima, top, scale).to(tl.float64))
                     chosen = draw_filtered(
-                        *(values, own_tops, list_values_ptr + own_list, list_ids_ptr + own_list, maxima, total),
-                        *(top, scale, top_k, top_p, min_p, u, VOCAB, PART, PARTS, PARTS_BLOCK, TILE),
+                        values,
+                        own_tops,
+                        list_values_ptr + own_list,
+                        list_ids_ptr + own_list,
+                        maxima,
+                        total,
+                        top,
+                        scale,
+                        top_k,
+                        top_p,
+                        min_p,
+                        u,
+                        VOCAB,
+                        PART,
+                        PARTS,
+                        PARTS_BLOCK,
+                        TILE,
                     )
                 else:
                     chosen = draw_of_part(values, mass, maxima, top, scale, u, VOCAB, PART, PARTS_BLOCK)
@@ -91,7 +114,7 @@ def choose_kernel(  # type: ignore[no-untyped-def]
                 best = tl.min(tl.where(maxima == top, part, PARTS_BLOCK))
                 chosen = tl.load(first_ptr + row * PARTS + best)
         tl.store(token_ids_ptr + at, chosen)
-        # A slot's rows are neighbours, in one chunk or in those behind it: it goes on with the id of the last one.
+        # The rows of a slot are adjacent, in one chunk or in consecutive ones. The slot goes on with its last row's id.
         slot = tl.load(slots_ptr + at)
         if tl.load(slots_ptr + at + 1, mask=row + 1 < rows, other=-1) != slot:
             tl.store(last_ids_ptr + slot, tl.maximum(chosen, 0))
@@ -101,15 +124,22 @@ def choose_kernel(  # type: ignore[no-untyped-def]
 
 
 def list_stride(vocab: int) -> int:
-    """Numbers of a row's list, the one in memory that the kernels of this package use as they go."""
+    """Return the size of a row's list, in numbers.
+
+    The list is the memory that the kernels of this package use as they go; each row has one.
+    """
     return -(-vocab // 64) * 64
 
 
 def choose(vocab: int, logits_stride: int, x_stride: int, part: int = PART, tile: int = TILE) -> Source:
-    """token_ids [rows], -1 for a row without a finite largest number; last_ids by slot, and the slot's counts of tokens.
+    """Return the kernel that chooses a token for each row.
 
-    part: as `row_parts` has it; tile: numbers of a list at once, a power of two. list_values float32
-    and list_ids i32 [rows of the chunk, list_stride(vocab)] are scratch. A min_p above 1 leaves the most likely token.
+    It writes token_ids [rows], -1 for a row whose largest number is not finite, last_ids by slot, and the slot's counts
+    of tokens.
+
+    `part` is that of `row_parts`. `tile` is the number of list entries searched at a time, a power of two. list_values
+    float32 and list_ids i32 [rows of the chunk, list_stride(vocab)] are scratch memory. A min_p above 1 leaves the most
+    likely token.
     """
     part = part_of(vocab, part)
     parts = triton.cdiv(vocab, part)

@@ -1,6 +1,7 @@
-"""Draws by the inverse of the distribution, in the order of ids: from a whole row, and from what filters leave of it.
+"""The functions that draw a token by inverting the cumulative distribution, in the order of ids.
 
-Filters list the numbers that may matter, usually few, and search for exact thresholds among those.
+They draw from a whole row, or from what filters leave of it. Filters list the numbers that may matter, usually few, and
+search for exact thresholds among those.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ MIN_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 @triton.jit
 def least_of(low, top, scale):  # type: ignore[no-untyped-def]
-    """All numbers whose odds are `low` or more are at least this, and some with a little less."""
+    """Return a lower bound of all numbers whose odds are at least `low`.
+
+    Some numbers with slightly lower odds are above it as well.
+    """
     x = top + (tl.log(tl.maximum(low, MIN_NORMAL)) - 0.001) / scale
     return tl.where(low >= MIN_NORMAL, x, float("-inf"))
 
@@ -25,7 +29,10 @@ def least_of(low, top, scale):  # type: ignore[no-untyped-def]
 def draw_of_part(  # type: ignore[no-untyped-def]
     values_ptr, mass, maxima, top, scale, u, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS_BLOCK: tl.constexpr
 ):
-    """A draw from the whole row. mass: of each part, relative to its largest, which `maxima` has."""
+    """Draw from the whole row, without filters.
+
+    `mass` is that of each part, relative to the part's largest number, which `maxima` has.
+    """
     part = tl.arange(0, PARTS_BLOCK)
     share = odds(maxima, top, scale)
     weight = mass.to(tl.float64) * share.to(tl.float64)
@@ -50,8 +57,11 @@ def collect(  # type: ignore[no-untyped-def]
     PART: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
 ):
-    """Lists the numbers of a row that are at least `least`, by rising id; how many. maxima: of the parts, which are read
-    only if they have such a number, each while the one before it is listed."""
+    """List the numbers of a row that are at least `least`, by ascending id, and return how many there are.
+
+    `maxima` has the largest number of each part. Only parts with a number to list are read, each while the one before
+    it is being listed.
+    """
     parts, within = tl.arange(0, PARTS_BLOCK), tl.arange(0, PART)
     reached = maxima >= least
     count = tl.full((), 0, tl.int32)
@@ -69,7 +79,7 @@ def collect(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def listed_odds(list_values_ptr, start, count, least, top, scale, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The odds of a list's numbers from `start` on, 0 of those below `least`."""
+    """Return the odds of a list's numbers from `start` on, 0 for those below `least`."""
     i = start + tl.arange(0, TILE)
     x = tl.load(list_values_ptr + i, mask=i < count, other=float("-inf"))
     return tl.where(x >= least, odds(x, top, scale), 0.0)
@@ -85,7 +95,7 @@ def mass_of(list_values_ptr, count, least, top, scale, TILE: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def end_of_ties(list_values_ptr, count, cut, ties, least, top, scale, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The place in a list behind the first `ties` odds that equal `cut`, which is above 0."""
+    """Return the place in a list behind the first `ties` odds that equal `cut`, which is above 0."""
     end, start, left = count, 0, ties
     while (left > 0) & (start < count):
         equal = listed_odds(list_values_ptr, start, count, least, top, scale, TILE) == cut
@@ -101,7 +111,10 @@ def end_of_ties(list_values_ptr, count, cut, ties, least, top, scale, TILE: tl.c
 def kept_odds(  # type: ignore[no-untyped-def]
     list_values_ptr, start, count, least, cut, ties_end, min_p, top, scale, TILE: tl.constexpr
 ):
-    """`listed_odds`, 0 of those below the cut, at it behind `ties_end`, and less than min_p."""
+    """Return `listed_odds`, set to 0 where filters drop a number.
+
+    Those are odds below `cut`, odds equal to it from `ties_end` on, and odds less than min_p.
+    """
     each = listed_odds(list_values_ptr, start, count, least, top, scale, TILE)
     kept = (each > cut) | ((each == cut) & (start + tl.arange(0, TILE) < ties_end))
     return tl.where(kept & (each >= min_p), each, 0.0)
@@ -111,9 +124,9 @@ def kept_odds(  # type: ignore[no-untyped-def]
 def draw_of_list(  # type: ignore[no-untyped-def]
     list_values_ptr, list_ids_ptr, count, least, cut, ties_end, min_p, top, scale, u, TILE: tl.constexpr
 ):
-    """A draw from what `kept_odds` leaves."""
+    """Draw a token from what `kept_odds` leaves."""
     total = tl.full((), 0.0, tl.float64)
-    last = 0  # of the tiles that may be drawn from
+    last = 0  # where the last tile begins that may be drawn from
     for start in range(0, count, TILE):
         mass = tl.sum(kept_odds(list_values_ptr, start, count, least, cut, ties_end, min_p, top, scale, TILE))
         total += mass.to(tl.float64)
@@ -150,14 +163,17 @@ def draw_filtered(  # type: ignore[no-untyped-def]
     PARTS_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A draw after top-k, top-p of the mass that it left, and min-p. mass: of the whole row; maxima: of its parts."""
+    """Draw after top-k, then top-p of the mass that top-k left, and min-p.
+
+    `mass` is that of the whole row, `maxima` has the largest number of each part.
+    """
     has_k = (top_k > 0) & (top_k < VOCAB)
     has_p = top_p < 1.0
     k, share = top_k.to(tl.float64), top_p.to(tl.float64)
-    # Too small to matter to top-p is what would not reach the rest of the mass if all were twice its size.
+    # Odds are too small to matter to top-p if VOCAB tokens of twice these odds would not make up the mass it drops.
     low = tl.where(has_p, ((mass - mass * share) / VOCAB * 0.5).to(tl.float32), 0.0)
     most, least = tl.full((), 1.0, tl.float32), tl.full((), float("-inf"), tl.float32)
-    if has_k | has_p:  # a threshold among some of the numbers is a lower bound of that among all
+    if has_k | has_p:  # a threshold among some of the numbers is a lower bound of the one among all
         begin, end = tl.where(has_k, least, low), tl.where(has_k, top, most)
         target = tl.where(has_k, k, mass * share)
         bound, _ = threshold(tops_ptr, PARTS * PLACES, target, begin, end, has_k == 0, top, scale, TILE)
@@ -171,7 +187,7 @@ def draw_filtered(  # type: ignore[no-untyped-def]
         low = odds(least, top, scale)
     cut = tl.full((), 0.0, tl.float32)
     ties_end = count
-    if has_p:  # of equal ones at the cut, so many as it takes to reach the share
+    if has_p:  # of the odds that equal the cut, keep as many as it takes to reach the share
         cut, above = threshold(list_values_ptr, count, mass * share, low, most, True, top, scale, TILE)
         if cut > 0.0:
             room = tl.ceil((mass * share - above) / cut.to(tl.float64))

@@ -1,4 +1,4 @@
-"""Puts the ids that the step before this one sampled among this step's tokens, without the host."""
+"""The kernel that puts the ids sampled by the step before among this step's token ids, without the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def fill_late_ids_kernel(  # type: ignore[no-untyped-def]
 
 
 def fill_late_ids() -> Source:
-    """token_ids[late_rows[i]] = last_ids[late_slots[i]] for i < num_late[0], which is at most the step's tokens; all i32."""
+    """Return the kernel of token_ids[late_rows[i]] = last_ids[late_slots[i]] for i < num_late[0].
+
+    num_late[0] is at most the number of tokens of the step. All tensors are i32.
+    """
     names = ("token_ids_ptr", "late_rows_ptr", "late_slots_ptr", "last_ids_ptr", "num_late_ptr")
     return Source(
         function=fill_late_ids_kernel,

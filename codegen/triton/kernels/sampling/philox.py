@@ -1,4 +1,4 @@
-"""Random numbers that are a pure function of key and counter.
+"""The random numbers of sampling, which are a pure function of key and counter.
 
 Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3.
 """
@@ -11,7 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def uniform(seed, counter):  # type: ignore[no-untyped-def]
-    """A float64 uniform in [0, 1), 53 bits of Philox 4x32-10 at (seed, counter), both the bits of a u64 as i64."""
+    """Return a float64 that is uniform in [0, 1), from 53 bits of Philox 4x32-10 at (seed, counter).
+
+    Both have the bits of a u64, as i64.
+    """
     low = tl.full((), 0xFFFFFFFF, tl.uint64)
     seed, counter = seed.to(tl.uint64), counter.to(tl.uint64)
     key0, key1 = seed & low, seed >> 32

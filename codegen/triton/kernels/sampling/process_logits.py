@@ -1,7 +1,7 @@
-"""Logits to what the choice is made from: penalties, then bias, then the allowed ids, then the banned ones.
+"""The kernels that process logits before the choice: penalties, then bias, then allowed ids, then banned ones.
 
-`penalize` writes every number of a row that needs anything, many programs a row; `apply_lists` then goes by the ids of
-its lists. Rows that need nothing are left out: who chooses reads their logits.
+`penalize` writes every number of a row that needs any processing, with many programs per row. `apply_lists` then
+processes the ids of the row's lists. Rows that need no processing are left out: `choose` reads their logits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from inferc.codegen.triton.kernels.sampling.rows import (
 )
 
 BLOCK = 2048  # tokens of one program of `penalize`
-IDS = 512  # of a list, that `apply_lists` takes at once
-# The low 31 bits of a token's count say how often it was output, the highest that it is in the prompt.
+IDS = 512  # ids of a list that `apply_lists` processes at a time
+# The low 31 bits of a token's count say how often it was output. The highest bit says that it is in the prompt.
 TIMES = tl.constexpr(0x7FFFFFFF)
 
 
@@ -72,9 +72,10 @@ def penalize_kernel(  # type: ignore[no-untyped-def]
 
 
 def penalize(vocab: int, logits_stride: int, x_stride: int, block: int = BLOCK) -> Source:
-    """x [rows of the chunk, vocab]: the logits after penalties, -inf where a row allows no others than those of a list.
+    """Return the kernel that writes x [rows of the chunk, vocab]: the logits after penalties.
 
-    x and logits float32, `stride` elements from row to row. Rows that need nothing are not written.
+    x is -inf where a row only allows the ids of a list, which `apply_lists` fills in. x and logits are float32; their
+    rows are `x_stride` and `logits_stride` elements apart. Rows that need no processing are not written.
     """
     return Source(
         function=penalize_kernel,
@@ -144,10 +145,10 @@ def apply_lists_kernel(  # type: ignore[no-untyped-def]
 
 
 def apply_lists(logits_stride: int, x_stride: int, ids: int = IDS) -> Source:
-    """Bias, allowed and banned ids of the rows that have any, into what `penalize` wrote.
+    """Return the kernel that applies bias, allowed ids and banned ids to what `penalize` wrote.
 
-    lists_ptr: i64 [4], the addresses of bias ids i32, bias values f32, banned ids and allowed ids i32, of which each row
-    has those between its starts; no list has an id twice.
+    lists_ptr is i64 [4]: the addresses of bias ids i32, bias values f32, banned ids i32 and allowed ids i32. Each row
+    has the entries between its starts. No list has an id twice.
     """
     return Source(
         function=apply_lists_kernel,

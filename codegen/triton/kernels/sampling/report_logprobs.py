@@ -1,7 +1,8 @@
-"""Log-probabilities of the chosen tokens, their ranks, and the most likely tokens, by the logits as they came.
+"""The kernel that reports log-probabilities and ranks of the chosen tokens, and the most likely tokens.
 
-One program a row, which reads it twice: for the largest at each of many places, among which is a lower bound of the last
-one that is wanted, and then for those that reach it.
+They are those of the logits before any processing. There is one program per row, which reads the row twice: first for
+the largest number at each of many places, among which is a lower bound of the last number that is wanted, and then for
+the numbers that reach it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from inferc.codegen.triton.kernels.sampling.choose import list_stride
 from inferc.codegen.triton.kernels.sampling.rows import FIRST, ROWS, STACK_BYTES, load_row
 from inferc.codegen.triton.kernels.sampling.search import append, odds, threshold
 
-TILE = 1024  # numbers of a list that are searched at once
-BLOCK = 2048  # tokens that are read at once
-MOST = tl.constexpr(64)  # tokens of a row that are told
+TILE = 1024  # numbers of a list that are searched at a time
+BLOCK = 2048  # tokens that are read at a time
+MOST = tl.constexpr(64)  # the most tokens that are reported for a row
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def keep_largest(list_values_ptr, list_ids_ptr, count, wanted, least, top, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Leaves the `wanted` largest of a list's numbers, which are at least `least`, where it begins: in order, and of equal
-    ones those that come first."""
+    """Move the `wanted` largest of a list's numbers to its start, in the list's order.
+
+    They are at least `least`. Of equal numbers, those that come first are kept.
+    """
     cut, above = threshold(list_values_ptr, count, wanted.to(tl.float64), least, top, False, top, 1.0, TILE)
     ties = wanted - above.to(tl.int32)
     left = tl.full((), 0, tl.int32)
@@ -30,7 +33,7 @@ def keep_largest(list_values_ptr, list_ids_ptr, count, wanted, least, top, TILE:
         i = start + tl.arange(0, TILE)
         x = tl.load(list_values_ptr + i, mask=i < count, other=float("-inf"))
         token = tl.load(list_ids_ptr + i, mask=i < count, other=0)
-        tl.debug_barrier()  # what is read here may be written over
+        tl.debug_barrier()  # `append` may overwrite what was read here
         equal = ((x == cut) & (i < count)).to(tl.int32)
         wins = (x > cut) | ((equal != 0) & (tl.cumsum(equal, 0) <= ties))
         left = append(list_values_ptr, list_ids_ptr, left, x, token, wins)
@@ -100,11 +103,13 @@ def report_logprobs_kernel(  # type: ignore[no-untyped-def]
 
 
 def report_logprobs(vocab: int, logits_stride: int, block: int = BLOCK, tile: int = TILE) -> Source:
-    """For rows with num_logprobs i32 [rows] above 0 and a token: logprobs f32 [rows] and ranks i32 [rows], from 1, of
-    token_ids i32 [rows]; top_ids i32 and top_logprobs f32 [rows, 64], of which the num_logprobs first are written:
-    falling, equal ones by rising id.
+    """Return the kernel that reports log-probabilities of the rows with num_logprobs i32 [rows] above 0 and a token.
 
-    block, tile: powers of two. list_values and list_ids are scratch, as `choose` has it.
+    It writes logprobs f32 [rows] and ranks i32 [rows], from 1, of token_ids i32 [rows]. It also writes the first
+    num_logprobs entries of top_ids i32 and top_logprobs f32 [rows, 64], in descending order, equal ones by ascending
+    id.
+
+    `block` and `tile` are powers of two. list_values and list_ids are scratch memory as for `choose`.
     """
     return Source(
         function=report_logprobs_kernel,

@@ -1,4 +1,4 @@
-"""The logits rows of a step by parts, many programs a row: what the one program that chooses starts from."""
+"""The kernel that summarises the parts of logits rows, many programs per row, from which `choose` starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.kernels.sampling.rows import CHANGED_BY, FIRST, ROWS, STACK_BYTES, is_changed, load_row
 from inferc.codegen.triton.kernels.sampling.search import PLACES, odds, scale_of
 
-PART = 4096  # tokens
+PART = 4096  # tokens of a part
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -41,8 +41,15 @@ def row_parts_kernel(  # type: ignore[no-untyped-def]
         at = tl.load(counts_ptr + FIRST) + row
         values = logits_ptr + row * LOGITS_STRIDE
         changed = is_changed(
-            *(repetition_ptr, presence_ptr, frequency_ptr, bias_starts_ptr, banned_starts_ptr, allowed_starts_ptr),
-            *(slots_ptr, count_table_ptr, at),
+            repetition_ptr,
+            presence_ptr,
+            frequency_ptr,
+            bias_starts_ptr,
+            banned_starts_ptr,
+            allowed_starts_ptr,
+            slots_ptr,
+            count_table_ptr,
+            at,
         )
         if changed:
             values = x_ptr + row * X_STRIDE
@@ -59,15 +66,20 @@ def row_parts_kernel(  # type: ignore[no-untyped-def]
 
 
 def part_of(vocab: int, part: int = PART) -> int:
-    """Tokens of a part: `part`, and fewer where there are not so many."""
+    """Return the number of tokens of a part: `part`, or fewer if the vocabulary is smaller."""
     return max(int(PLACES.value), min(part, int(triton.next_power_of_2(vocab))))
 
 
 def row_parts(vocab: int, logits_stride: int, x_stride: int, part: int = PART) -> Source:
-    """Of each part of each row: tops float32 [rows, parts, 64], the largest of every 64th token; first i32 [rows, parts],
-    the lowest id of the largest; mass float32 [rows, parts], the sum of exp((x - the part's largest) / temperature).
+    """Return the kernel that summarises each part of each row.
 
-    There are PARTS parts; `part` is a power of two.
+    It writes:
+
+    - tops float32 [rows, parts, 64]: the largest of every 64th token of the part.
+    - first i32 [rows, parts]: the lowest id of the part's largest number.
+    - mass float32 [rows, parts]: the sum of exp((x - the part's largest) / temperature).
+
+    There are PARTS parts. `part` is a power of two.
     """
     part = part_of(vocab, part)
     parts = triton.cdiv(vocab, part)

@@ -1,4 +1,4 @@
-"""What the kernels of this package read of a row's parameters."""
+"""The parameters of a row as the sampling kernels read them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import triton.language as tl
 
 from inferc.codegen.triton.aot.source import COUNTS, POINTERS
 
-ROWS = tl.constexpr(COUNTS["rows"])  # where `counts_ptr` has the rows of the chunk
-FIRST = tl.constexpr(3)  # and which row of the step is its first
-STACK_BYTES = 32  # what ptxas may park of a row's parameters, which are read once: for some vocabularies it does
+ROWS = tl.constexpr(COUNTS["rows"])  # the index into `counts_ptr` of the chunk's number of rows
+FIRST = tl.constexpr(3)  # the index into `counts_ptr` of the chunk's first row in the step
+# Bytes of a thread's registers that ptxas may spill. For some vocabularies it spills a row's parameters, which are read
+# once.
+STACK_BYTES = 32
 
-# What `is_changed` reads: f32 [rows], CSR starts i32 [rows + 1], i32 [rows], and the addresses of slots' counts, i64.
+# The arguments of `is_changed`: penalties f32 [rows], starts of lists (CSR) i32 [rows + 1], slots i32 [rows], and the
+# addresses of the slots' counts of tokens, i64.
 CHANGED_BY = {
     **dict.fromkeys(("repetition_ptr", "presence_ptr", "frequency_ptr"), POINTERS["float32"]),
     **dict.fromkeys(("bias_starts_ptr", "banned_starts_ptr", "allowed_starts_ptr", "slots_ptr"), POINTERS["int32"]),
@@ -26,7 +29,7 @@ def has_list(starts_ptr, row):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def counts_of(count_table_ptr, slots_ptr, row):  # type: ignore[no-untyped-def]
-    """The address of the row's counts [vocab] of tokens, 0 if there are none."""
+    """Return the address of the row's counts [vocab] of tokens, 0 if there are none."""
     return tl.load(count_table_ptr + tl.load(slots_ptr + row))
 
 
@@ -51,7 +54,7 @@ def is_changed(  # type: ignore[no-untyped-def]
     count_table_ptr,
     row,
 ):
-    """Whether the choice is made from other numbers than the logits: penalties, a bias, masks."""
+    """Return whether the choice is made from other numbers than the logits: because of penalties, a bias or masks."""
     penalties = has_penalties(repetition_ptr, presence_ptr, frequency_ptr, slots_ptr, count_table_ptr, row)
     lists = has_list(bias_starts_ptr, row) | has_list(banned_starts_ptr, row) | has_list(allowed_starts_ptr, row)
     return penalties | lists
@@ -59,6 +62,9 @@ def is_changed(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_row(values_ptr, i, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers i of a row: -inf behind its last, and for NaN, which is never the largest and never drawn."""
+    """Load numbers i of a row, with -inf behind its end and in place of NaN.
+
+    A NaN is therefore never the largest number, and never drawn.
+    """
     x = tl.load(values_ptr + i, mask=i < VOCAB, other=float("-inf"))
     return tl.where(x > float("-inf"), x, float("-inf"))

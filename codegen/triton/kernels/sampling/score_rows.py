@@ -1,4 +1,7 @@
-"""How likely given tokens are, and the most likely ones: one program a row, which it reads twice."""
+"""The kernel that computes how likely given tokens are, and the most likely token of each row.
+
+It has one program per row, which reads the row twice.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.kernels.sampling.rows import FIRST, ROWS, STACK_BYTES, load_row
 from inferc.codegen.triton.kernels.sampling.search import odds
 
-BLOCK = 2048  # tokens that are read at once
+BLOCK = 2048  # tokens that are read at a time
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -45,9 +48,11 @@ def score_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def score_rows(vocab: int, logits_stride: int, block: int = BLOCK) -> Source:
-    """logprobs f32 [rows]: of target_ids i32 [rows], by the logits alone; argmax i32 [rows]: the lowest id of the largest.
+    """Return the kernel that scores given tokens by the logits alone.
 
-    logits: float32 [rows of the chunk, vocab], `logits_stride` elements from row to row; block: a power of two.
+    It writes logprobs f32 [rows], those of target_ids i32 [rows], and argmax i32 [rows], the lowest id of the largest
+    logit. logits are float32 [rows of the chunk, vocab], with rows `logits_stride` elements apart. `block` is a power
+    of two.
     """
     return Source(
         function=score_rows_kernel,

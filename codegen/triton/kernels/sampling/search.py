@@ -1,12 +1,12 @@
-"""Searches among numbers in memory by one program: thresholds, and lists of what reaches one."""
+"""The functions that search among numbers in memory with one program: for thresholds, and for what reaches one."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-PLACES = tl.constexpr(64)  # of a part, of which each has the largest of its tokens
-PIVOTS = tl.constexpr(8)  # of `threshold`, in one pass
+PLACES = tl.constexpr(64)  # places of a part; each has the largest of its tokens, which are 64 apart
+PIVOTS = tl.constexpr(8)  # pivots of `threshold` in one pass
 MAX_SCALE = tl.constexpr(3.4028234663852886e38)
 
 
@@ -17,13 +17,13 @@ def scale_of(temperature):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def odds(x, top, scale):  # type: ignore[no-untyped-def]
-    """Numbers in proportion to the probabilities; that of `top` is 1."""
+    """Return the odds of numbers, which are in proportion to their probabilities, and 1 for `top`."""
     return tl.exp((x - top) * scale)
 
 
 @triton.jit
 def order_of(x):  # type: ignore[no-untyped-def]
-    """Integers in the order of the floats."""
+    """Return integers that have the same order as the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -38,11 +38,11 @@ def of_order(order):  # type: ignore[no-untyped-def]
 def threshold(  # type: ignore[no-untyped-def]
     values_ptr, count, target, least, most, by_odds, top, scale, TILE: tl.constexpr
 ):
-    """The largest number of [least, most] such that those of `count` values not below it weigh at least `target`, a
-    float64, and what those above it weigh. `least` if all together weigh less.
+    """Return the largest number in [least, most] so that the values that reach it weigh at least `target`.
 
-    Each value weighs 1; if by_odds, the numbers are the values' odds, and each weighs itself. A pass cuts what is left of
-    the interval in eight.
+    `target` is a float64. `count` values are searched. If all of them together weigh less, the result is `least`. The
+    second result is the weight of the values above the threshold. Each value weighs 1. With `by_odds`, the numbers are
+    the values' odds, and each weighs its odds. A pass cuts what is left of the interval in eight.
     """
     low, high = order_of(least), order_of(most)
     above = tl.full((), 0.0, tl.float64)
@@ -65,7 +65,10 @@ def threshold(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def append(list_values_ptr, list_ids_ptr, count, x, token, wanted):  # type: ignore[no-untyped-def]
-    """Puts what is wanted of x, and their ids, behind the `count` numbers of a list; how many there are then."""
+    """Append the wanted numbers of x and their ids to a list of `count` numbers.
+
+    Returns the number of entries that the list then has.
+    """
     one = wanted.to(tl.int32)
     place = count + tl.cumsum(one, 0) - one
     tl.store(list_values_ptr + place, x, mask=wanted)
@@ -75,8 +78,10 @@ def append(list_values_ptr, list_ids_ptr, count, x, token, wanted):  # type: ign
 
 @triton.jit  # type: ignore[untyped-decorator]
 def passing(weights, goal, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first of COUNT weights at which their running sum passes `goal`, the last one if rounding leaves none; those of
-    weight 0 are never it."""
+    """Return the first of COUNT weights at which their running sum passes `goal`.
+
+    If rounding leaves none, it is the last weight above 0. A weight of 0 is never chosen.
+    """
     i = tl.arange(0, COUNT)
     seen = tl.cumsum(weights, 0).to(tl.float64)
     last = tl.max(tl.where(weights > 0.0, i, 0))

@@ -1,7 +1,8 @@
-"""Our ops: each with its schema, its reference in PyTorch and its fake kernel.
+"""The `inferc` ops, each with a schema, a reference implementation in PyTorch and a fake kernel.
 
-The reference is what correctness means for every backend. Rows are tokens: `[num_tokens, …]`, no batch axis,
-except in the captured form of `attention`, which sees the tensors as the Hugging Face model makes them.
+The reference defines what is correct for every backend. Rows are tokens, `[num_tokens, …]`, without a batch axis;
+the exception is the captured form of `attention`, which gets the tensors in the shapes that the Hugging Face model
+makes.
 """
 
 from inferc.ir.ops.attention import (

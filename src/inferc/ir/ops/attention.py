@@ -1,10 +1,10 @@
-"""Attention as captured, and over the paged KV cache.
+"""The reference ops of attention: as captured from the model, and over the paged KV cache.
 
-The canonical KV cache of one group is one tensor
-`[num_blocks, num_layers_of_group, 2, block_size, num_kv_heads, head_dim]` (index 0 of axis 2 is K, 1 is V), for a group of
-latents `[num_blocks, num_layers_of_group, 1, block_size, 1, head_dim]`; in int8 the four bytes of a float32 scale follow
-each row of head_dim, as part of the last axis;
-a backend may store the same bytes in another order and says so in `kv_layout`.
+The canonical KV cache of one KV group is one tensor
+`[num_blocks, num_layers_of_group, 2, block_size, num_kv_heads, head_dim]` (index 0 of axis 2 is K, 1 is V). For a
+group of latents it is `[num_blocks, num_layers_of_group, 1, block_size, 1, head_dim]`. In int8 the last axis also
+holds the four bytes of a float32 scale behind each row of head_dim elements. A backend may store the same bytes in
+another order and then says so in `kv_layout`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def attention(
     softcap: float,
     alibi: Tensor | None = None,
 ) -> Tensor:
-    """Attention as captured: what the Hugging Face model asked of its attention interface.
+    """Compute attention as captured: what the Hugging Face model asks of its attention interface.
 
     q [batch, num_heads, T, head_dim]; k, v [batch, num_kv_heads, T, head_dim]; result [batch, T, num_heads, v_dim].
     Once the batch is flattened: q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim]; result
     [T, num_heads, v_dim].
     mask is "causal", "sliding" (the last `window` keys, the row's own included) or "chunked" (keys of the same
     chunk of `window`); window is 0 for "causal"; softcap 0.0 means none; sinks [num_heads] joins the softmax's sum.
-    alibi, float32 [num_heads], are slopes: a score gets slope * (position of the key - position of the query), behind
-    scale and softcap.
+    alibi, float32 [num_heads], are slopes: slope * (position of the key - position of the query) is added to a score
+    after scale and softcap.
 
     Source of ALiBi: Press et al. 2022, arXiv:2108.12409.
     """
@@ -72,12 +72,15 @@ def attention(
 
 
 def position_bias(slopes: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """What ALiBi adds to the scores: slopes [num_heads] times the distance, float32 [num_heads, len(queries), len(keys)]."""
+    """Return ALiBi's bias of the scores: slopes times distance, float32 [num_heads, len(queries), len(keys)].
+
+    slopes [num_heads]; queries and keys are positions.
+    """
     return slopes.float()[:, None, None] * (keys[None, :] - queries[:, None])
 
 
 def visible(queries: Tensor, keys: Tensor, mask: str, window: int) -> Tensor:
-    """Which key positions each query position sees: bool [len(queries), len(keys)]."""
+    """Return which key positions each query position sees, as bool [len(queries), len(keys)]."""
     query, key = queries[:, None], keys[None, :]
     seen = key <= query
     if mask == "sliding":
@@ -88,7 +91,10 @@ def visible(queries: Tensor, keys: Tensor, mask: str, window: int) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last axis of scores [..., heads, queries, keys]; sinks [heads] is one more, valueless key."""
+    """Return the softmax over the last axis of scores [..., heads, queries, keys].
+
+    sinks [heads], where given, acts as one more key without a value: it only adds to the softmax's sum.
+    """
     if sinks is None:
         return scores.softmax(-1)
     sink = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
@@ -96,12 +102,12 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def cached_head_dim(kv_cache: Tensor) -> int:
-    """The elements of one head of K, or of a latent, in a canonical cache."""
+    """Return how many elements one head of K, or one latent, has in a canonical cache (int8 scales excluded)."""
     return kv_cache.shape[-1] - (SCALE_BYTES if kv_cache.dtype == torch.int8 else 0)
 
 
 def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a cache in `dtype` holds of rows [..., head_dim]."""
+    """Return rows [..., head_dim] in the form in which a cache of `dtype` stores them."""
     if dtype != torch.int8:
         return rows.to(dtype)
     values, scales = quantize_rows(rows.flatten(0, -2))
@@ -109,7 +115,7 @@ def _stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def loaded_rows(cached: Tensor) -> Tensor:
-    """The rows of a cache, float32 [..., head_dim]."""
+    """Return the rows of a cache as float32 [..., head_dim], dequantized where the cache is int8."""
     if cached.dtype != torch.int8:
         return cached.float()
     scales = cached[..., -SCALE_BYTES:].contiguous().view(torch.float32)
@@ -122,9 +128,10 @@ def _kv_write_fake(kv_cache: Tensor, *_args: object) -> Tensor:
 
 @define("kv_write(Tensor kv_cache, Tensor k, Tensor v, Tensor slot_mapping, int layer) -> Tensor", _kv_write_fake)
 def kv_write(kv_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, layer: int) -> Tensor:
-    """Write new K and V into their slots and return the cache: a new value in the graph, in place when run.
+    """Write new K and V into their slots and return the cache.
 
-    A cache in int8 gets each head's row as `quantize_rows` makes it, and its scale.
+    In the graph the returned cache is a new value; when run, it is written in place. A cache in int8 gets each head's
+    row as `quantize_rows` makes it, and its scale.
 
     kv_cache canonical (see the module); k, v [num_tokens, num_kv_heads, head_dim]; slot_mapping [num_tokens] i64;
     layer counts within the KV group.
@@ -133,7 +140,7 @@ def kv_write(kv_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, layer
 
 
 def kv_write_in_place(kv_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, layer: int) -> Tensor:
-    """`kv_write` as a runner does it."""
+    """Run `kv_write` on the given cache itself, as a runner does."""
     block_size = kv_cache.shape[3]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     kv_cache[block, layer, 0, offset] = _stored(k, kv_cache.dtype)
@@ -162,7 +169,7 @@ def rope_kv_write(
     layer: int,
     pairs: str = "halves",
 ) -> tuple[Tensor, Tensor]:
-    """`rope` on q and k, then `kv_write`: returns (rotated q, cache)."""
+    """Apply `rope` to q and k, then `kv_write`; return (rotated q, cache)."""
     return rope(q, table, pairs), kv_write(kv_cache, rope(k, table, pairs), v, slot_mapping, layer)
 
 
@@ -176,7 +183,7 @@ def rope_kv_write_in_place(
     layer: int,
     pairs: str = "halves",
 ) -> tuple[Tensor, Tensor]:
-    """`rope_kv_write` as a runner does it."""
+    """Run `rope_kv_write` on the given cache itself, as a runner does."""
     written = kv_write_in_place(kv_cache, rope(k, table, pairs), v, slot_mapping, layer)
     return rope(q, table, pairs), written
 
@@ -206,7 +213,7 @@ def norm_rope_kv_write(
     layer: int,
     pairs: str = "halves",
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of every head of q and of k, then `rope_kv_write`: returns (rotated q, cache).
+    """Apply `rms_norm` to every head of q and of k, then `rope_kv_write`; return (rotated q, cache).
 
     q [num_tokens, num_heads, head_dim]; k, v [num_tokens, num_kv_heads, head_dim]; q_weight, k_weight [head_dim].
     """
@@ -230,7 +237,7 @@ def norm_rope_kv_write_in_place(
     layer: int,
     pairs: str = "halves",
 ) -> tuple[Tensor, Tensor]:
-    """`norm_rope_kv_write` as a runner does it."""
+    """Run `norm_rope_kv_write` on the given cache itself, as a runner does."""
     how = (eps, weight_offset, round_before_scale)
     q, k = rms_norm(q, q_weight, *how), rms_norm(k, k_weight, *how)
     return rope_kv_write_in_place(q, k, v, table, kv_cache, slot_mapping, layer, pairs)
@@ -238,7 +245,7 @@ def norm_rope_kv_write_in_place(
 
 @define("latent_write(Tensor kv_cache, Tensor k, Tensor slot_mapping, int layer) -> Tensor", _kv_write_fake)
 def latent_write(kv_cache: Tensor, k: Tensor, slot_mapping: Tensor, layer: int) -> Tensor:
-    """Write new latents into their slots and return the cache: as `kv_write`, of one tensor that is K and holds V.
+    """Write new latents into their slots and return the cache, like `kv_write` for one tensor that is K and holds V.
 
     kv_cache canonical (see the module); k [num_tokens, 1, head_dim]; slot_mapping [num_tokens] i64.
     """
@@ -246,7 +253,7 @@ def latent_write(kv_cache: Tensor, k: Tensor, slot_mapping: Tensor, layer: int) 
 
 
 def latent_write_in_place(kv_cache: Tensor, k: Tensor, slot_mapping: Tensor, layer: int) -> Tensor:
-    """`latent_write` as a runner does it."""
+    """Run `latent_write` on the given cache itself, as a runner does."""
     block_size = kv_cache.shape[3]
     kv_cache[slot_mapping // block_size, layer, 0, slot_mapping % block_size] = _stored(k, kv_cache.dtype)
     return kv_cache
@@ -275,12 +282,12 @@ def paged_attention(
     softcap: float,
     alibi: Tensor | None = None,
 ) -> Tensor:
-    """Attention of new queries over the paged cache, which holds their own K and V already.
+    """Compute attention of new queries over the paged KV cache, which already holds their own K and V.
 
-    q, result [num_tokens, num_heads, head_dim]; kv_cache canonical (see the module); block_table
-    [num_seqs, max_blocks] i32; query_start_loc [num_seqs + 1] i32; seq_lens [num_seqs] i32, this step included.
-    The queries of a sequence are its last positions. Blocks of which none of them sees a token may be any: given
-    back, their entries are 0. mask, window, softcap, sinks and alibi as in `attention`.
+    q, result [num_tokens, num_heads, head_dim]; kv_cache canonical (see the module); block_table [num_seqs, max_blocks]
+    i32; query_start_loc [num_seqs + 1] i32; seq_lens [num_seqs] i32, this step included. The queries of a sequence are
+    its last positions. A block of which no query sees a token may hold anything: once it is returned to the pool, its
+    entry in the block table is 0. mask, window, softcap, sinks and alibi as in `attention`.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.1.
     """
@@ -294,8 +301,8 @@ def _latent_attention_fake(q: Tensor, kv_cache: Tensor, *args: Any) -> Tensor:
 
 
 @define(
-    "latent_attention(Tensor q, Tensor kv_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int layer,"
-    " float scale, str mask, int window, float softcap, int v_dim) -> Tensor",
+    "latent_attention(Tensor q, Tensor kv_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens,"
+    " int layer, float scale, str mask, int window, float softcap, int v_dim) -> Tensor",
     _latent_attention_fake,
 )
 def latent_attention(
@@ -311,9 +318,9 @@ def latent_attention(
     softcap: float,
     v_dim: int,
 ) -> Tensor:
-    """`paged_attention` over latents: K is the cached tensor, V its first `v_dim` elements; all heads share both.
+    """Compute `paged_attention` over latents: K is the cached tensor, V its first `v_dim` elements.
 
-    q [num_tokens, num_heads, head_dim]; result [num_tokens, num_heads, v_dim].
+    All heads share both. q [num_tokens, num_heads, head_dim]; result [num_tokens, num_heads, v_dim].
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2.
     """
     k = kv_cache[:, layer, 0]
@@ -336,7 +343,10 @@ def _attend(
     softcap: float,
     alibi: Tensor | None = None,
 ) -> Tensor:
-    """Attention over keys and values [num_blocks, block_size, num_kv_heads, …], of which values `v_dim` elements count."""
+    """Compute attention over paged keys and values [num_blocks, block_size, num_kv_heads, …].
+
+    Only the first `v_dim` elements of each value count.
+    """
     block_size = keys.shape[1]
     out = q.new_empty((*q.shape[:2], v_dim))
     for seq in range(seq_lens.shape[0]):
@@ -358,10 +368,10 @@ def attend_to(
     softcap: float,
     alibi: Tensor | None = None,
 ) -> Tensor:
-    """What the last queries of one sequence make of all its keys and values.
+    """Compute attention of the last queries of one sequence over all its keys and values.
 
-    q [num_queries, num_heads, head_dim]; k, v float32 [num_kv_heads, length, …]; result [num_queries, num_heads, v_dim] in q's
-    dtype.
+    q [num_queries, num_heads, head_dim]; k, v float32 [num_kv_heads, length, …]; result
+    [num_queries, num_heads, v_dim] in q's dtype.
     """
     length, groups = k.shape[1], q.shape[1] // k.shape[0]
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
@@ -374,6 +384,6 @@ def attend_to(
         scores = scores + position_bias(alibi, queries, positions)
     seen = visible(queries, positions, mask, window)
     scores = scores.masked_fill(~seen, float("-inf"))
-    # What no query sees may lie in block 0, where anything is: 0 * NaN would be NaN.
+    # Values that no query sees may come from block 0, which holds anything: zero them, since 0 * NaN would be NaN.
     v = v.masked_fill(~seen.any(0)[:, None], 0.0)
     return _softmax(scores, sinks).matmul(v).transpose(0, 1).to(q.dtype)

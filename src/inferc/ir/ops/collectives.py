@@ -1,7 +1,7 @@
-"""What ranks exchange: sums, shards of columns, and the tokens of experts.
+"""The reference ops of collectives: sums, shards of columns, and the tokens of experts.
 
-A rank's program names the group it exchanges in ("tp" or "ep"); who the others are is known only when it runs. The
-references find them in `joined`, a context that holds one `Group` a name; `run_ranks` joins the ranks of one process.
+A rank's program names the group it exchanges in ("tp" or "ep"); the other ranks are known only when it runs. The
+references find them in `joined`, a context that holds one `Group` per name; `run_ranks` joins the ranks of one process.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 
 from inferc.errors import InfercError
 from inferc.ir.ops.registry import define, like_first
-from inferc.ir.rendezvous import Meeting
+from inferc.ir.rendezvous import Rendezvous
 
 Result = TypeVar("Result")
 
 
 class Group(Protocol):
-    """One rank's side of a group of ranks."""
+    """The view that one rank has of a group of ranks."""
 
     rank: int
     size: int
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank. All ranks call it, in the same order."""
+        """Return every rank's `value`, by rank; all ranks call this in the same order."""
 
 
 _GROUPS: ContextVar[Mapping[str, Group] | None] = ContextVar("groups", default=None)
@@ -37,7 +37,7 @@ _GROUPS: ContextVar[Mapping[str, Group] | None] = ContextVar("groups", default=N
 
 @contextmanager
 def joined(groups: Mapping[str, Group]) -> Iterator[None]:
-    """Run collectives of the groups named here, in this thread, with these groups."""
+    """Run the collectives of this thread with `groups`, which maps the groups' names to their members."""
     token = _GROUPS.set(groups)
     try:
         yield
@@ -59,33 +59,33 @@ def _exchange(group: str, size: int, value: Any) -> list[Any]:
 
 
 class _Thread:
-    """One thread's side of a group of threads."""
+    """The view that one thread has of a group of threads."""
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+    def __init__(self, rank: int, rendezvous: Rendezvous) -> None:
+        self.rank, self.size, self._rendezvous = rank, rendezvous.size, rendezvous
 
     def exchange(self, value: Any) -> list[Any]:
-        return self._meeting.exchange(self.rank, value)
+        return self._rendezvous.exchange(self.rank, value)
 
 
 def run_ranks(group: str, functions: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Run one function a rank, each on a thread joined to `group`, in lockstep at collectives; results by rank.
+    """Run one function per rank, each on a thread joined to `group`; return the results by rank.
 
-    Raises what the first rank to fail raised.
+    The threads run in lockstep at collectives. Raises what the first rank to fail raised.
     """
-    meeting = Meeting(len(functions))
+    rendezvous = Rendezvous(len(functions))
     results: list[Any] = [None] * len(functions)
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
-            with joined({**(outer or {}), group: _Thread(rank, meeting)}):
+            with joined({**(outer or {}), group: _Thread(rank, rendezvous)}):
                 results[rank] = functions[rank]()
         except threading.BrokenBarrierError as error:  # another rank failed first, and says why
             errors.append(error)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
             errors.insert(0, error)
-            meeting.abort()
+            rendezvous.abort()
 
     outer = _GROUPS.get()
     threads = [threading.Thread(target=work, args=(rank,), name=f"{group}-{rank}") for rank in range(len(functions))]
@@ -103,7 +103,10 @@ def run_ranks(group: str, functions: Sequence[Callable[[], Result]]) -> list[Res
 
 @define("all_reduce(Tensor x, str group, int size) -> Tensor", like_first)
 def all_reduce(x: Tensor, group: str, size: int) -> Tensor:
-    """The sum of every rank's x, added in the order of ranks in float32 and rounded once. x is alike on all ranks."""
+    """Return the sum of every rank's x, added in the order of ranks in float32 and rounded once.
+
+    x has the same shape and dtype on all ranks.
+    """
     values: list[Tensor] = _exchange(group, size, x)
     total = values[0].float().clone()
     for other in values[1:]:
@@ -119,7 +122,10 @@ def _all_gather_fake(x: Tensor, _group: str, _rank: int, sizes: list[int], dim: 
 
 @define("all_gather(Tensor x, str group, int rank, int[] sizes, int dim) -> Tensor", _all_gather_fake)
 def all_gather(x: Tensor, group: str, rank: int, sizes: list[int], dim: int) -> Tensor:
-    """Every rank's x side by side along `dim`, by rank; x has sizes[rank] there, which need not be equal."""
+    """Return every rank's x side by side along `dim`, by rank.
+
+    x has sizes[rank] elements along `dim`; the sizes need not be equal. Raises InfercError for another size.
+    """
     if x.shape[dim] != sizes[rank]:
         raise InfercError(f"all_gather: rank {rank} has {x.shape[dim]} along axis {dim}; expected {sizes[rank]}")
     return torch.cat(_exchange(group, len(sizes), x), dim)
@@ -129,9 +135,10 @@ def all_gather(x: Tensor, group: str, rank: int, sizes: list[int], dim: int) -> 
 
 
 def _targets(expert_ids: Tensor, positions: Tensor, placement: Tensor) -> Tensor:
-    """The rank that computes each choice of each token [num_tokens, top_k].
+    """Return the rank that computes each choice of each token, [num_tokens, top_k].
 
-    Among an expert's replicas a token's position decides, so that neither batch nor chunks move its additions.
+    Among an expert's replicas the token's position decides, so that a result's order of additions depends neither on
+    the batch nor on the chunks of a prompt.
     """
     ids = expert_ids.long()
     replicas = (placement >= 0).sum(1)
@@ -140,14 +147,17 @@ def _targets(expert_ids: Tensor, positions: Tensor, placement: Tensor) -> Tensor
 
 
 def _local(expert_ids: Tensor, targets: Tensor, placement: Tensor, rank: int) -> Tensor:
-    """Choices that `rank` computes as indices of its experts, which lie in rising id; -1 for the others."""
+    """Return the choices that `rank` computes as indices of its own experts, -1 for the others.
+
+    A rank's experts are ordered by rising id.
+    """
     held = (placement == rank).any(1)
     index = held.long().cumsum(0) - 1
     return torch.where(targets == rank, index[expert_ids.long()], -1).to(torch.int32)
 
 
 def _owners(num_tokens: int, size: int) -> Tensor:
-    """The rank that sends and sums each token: a contiguous share of the rows each."""
+    """Return the rank that sends and sums each token; each rank has a contiguous share of the rows."""
     return torch.arange(num_tokens) * size // max(num_tokens, 1)
 
 
@@ -156,10 +166,10 @@ def _owners(num_tokens: int, size: int) -> Tensor:
     lambda expert_ids, *_: torch.empty_like(expert_ids),
 )
 def expert_choose(expert_ids: Tensor, positions: Tensor, placement: Tensor, rank: int) -> Tensor:
-    """`expert_ids` as this rank's experts count them, -1 for choices that another rank computes.
+    """Return `expert_ids` as indices of this rank's experts, -1 for choices that another rank computes.
 
     expert_ids [num_tokens, top_k] i32; positions [num_tokens]; placement [num_experts, max_replicas] i32: the ranks
-    that hold an expert, then -1. A rank's experts lie in rising id.
+    that hold an expert, then -1. A rank's experts are ordered by rising id.
     """
     return _local(expert_ids, _targets(expert_ids, positions, placement), placement, rank)
 
@@ -183,11 +193,11 @@ def expert_dispatch(
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All-to-all of tokens: each rank sends the tokens of its share to the ranks that hold their experts.
+    """Send the tokens of each rank's share to the ranks that hold their experts (all-to-all).
 
-    x [num_tokens, hidden_size], alike on all ranks; the others as in `expert_choose`. Returns what arrived, in the order
-    of tokens: rows of x, local expert ids and weights. A token comes once, however many of its experts are here, so
-    num_tokens rows are enough; those left over are zero, with ids -1.
+    x [num_tokens, hidden_size], equal on all ranks; the other arguments as in `expert_choose`. Returns what arrived, in
+    the order of tokens: rows of x, local expert ids and weights. A token arrives once, however many of its experts are
+    here, so num_tokens rows are enough; unused rows are zero, with ids -1.
     """
     targets, owners = _targets(expert_ids, positions, placement), _owners(len(x), size)
     parcels = []
@@ -211,10 +221,11 @@ def expert_dispatch(
 def expert_combine(
     y: Tensor, expert_ids: Tensor, positions: Tensor, placement: Tensor, group: str, rank: int, size: int
 ) -> Tensor:
-    """The way back of `expert_dispatch`: results return to the rank that sent the token, which sums them in float32.
+    """Return the experts' results to the rank that sent each token, sum them there in float32, and gather all rows.
 
-    y [num_tokens, hidden_size]: the results of what arrived, in that order; the other arguments as they were
-    dispatched. The finished rows of all ranks are then gathered: every rank returns all [num_tokens, hidden_size].
+    This undoes `expert_dispatch`. y [num_tokens, hidden_size]: the results of the rows that arrived, in that order; the
+    other arguments as they were dispatched. Every rank returns the finished rows of all ranks, [num_tokens,
+    hidden_size].
     """
     targets, owners = _targets(expert_ids, positions, placement), _owners(len(y), size)
     here = torch.where((targets == rank).any(1))[0]  # the token of each row that arrived

@@ -1,8 +1,8 @@
-"""Attention over a dense KV cache: each sequence has one row of it, as long as any sequence may become.
+"""The reference ops of attention over a dense KV cache, in which each sequence has one row of fixed capacity.
 
-This is the form of runtimes that know no block tables (ONNX, TensorRT): a call has `num_seqs` sequences of equally many new
-tokens, `[num_seqs * num_new, …]` in the flattened form, and K and V of a layer are tensors of their own,
-`[num_seqs, num_kv_heads, capacity, head_dim]`.
+Runtimes that know no block tables use this form (ONNX, TensorRT). A row is as long as any sequence may become. A call
+has `num_seqs` sequences of equally many new tokens, `[num_seqs * num_new, …]` in the flattened form, and K and V of a
+layer are separate tensors `[num_seqs, num_kv_heads, capacity, head_dim]`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ def _dense_write_fake(cache: Tensor, *_args: object) -> Tensor:
 
 @define("dense_write(Tensor cache, Tensor x, Tensor starts) -> Tensor", _dense_write_fake)
 def dense_write(cache: Tensor, x: Tensor, starts: Tensor) -> Tensor:
-    """Write new rows behind those that a sequence has, and return the cache: a new value in the graph, in place when run.
+    """Write new rows after those that each sequence has cached, and return the cache.
 
-    cache [num_seqs, heads, capacity, head_dim]; x [num_seqs * num_new, heads, head_dim]; starts [num_seqs] i64, the tokens
-    that are cached already. ONNX's TensorScatter, along axis 2.
+    In the graph the returned cache is a new value; when run, it is written in place. cache [num_seqs, heads, capacity,
+    head_dim]; x [num_seqs * num_new, heads, head_dim]; starts [num_seqs] i64, the number of tokens cached already. This
+    is ONNX's TensorScatter along axis 2.
     """
     return dense_write_in_place(cache.clone(), x, starts)
 
 
 def dense_write_in_place(cache: Tensor, x: Tensor, starts: Tensor) -> Tensor:
-    """`dense_write` as a runner does it."""
+    """Run `dense_write` on the given cache itself, as a runner does."""
     new = x.view(len(starts), -1, *x.shape[1:]).transpose(1, 2).to(cache.dtype)
     for seq, start in enumerate(starts.tolist()):
         cache[seq, :, start : start + new.shape[2]] = new[seq]
@@ -54,11 +55,11 @@ def dense_attention(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """Attention of new queries over the dense cache, which holds their own K and V already.
+    """Compute attention of new queries over the dense KV cache, which already holds their own K and V.
 
-    q [num_seqs * num_new, num_heads, head_dim]; k_cache, v_cache [num_seqs, num_kv_heads, capacity, …]; seq_lens [num_seqs]
-    i64, the new tokens included; result [num_seqs * num_new, num_heads, v_dim]. mask, window, softcap and sinks as in
-    `attention`.
+    q [num_seqs * num_new, num_heads, head_dim]; k_cache, v_cache [num_seqs, num_kv_heads, capacity, …]; seq_lens
+    [num_seqs] i64, the new tokens included; result [num_seqs * num_new, num_heads, v_dim]. mask, window, softcap and
+    sinks as in `attention`.
     """
     num_seqs = len(seq_lens)
     queries = q.view(num_seqs, -1, *q.shape[1:])
@@ -85,9 +86,9 @@ def dense_latent_attention(
     softcap: float,
     v_dim: int,
 ) -> Tensor:
-    """`dense_attention` over latents: K is the cached tensor, V its first `v_dim` elements; all heads share both.
+    """Compute `dense_attention` over latents: K is the cached tensor, V its first `v_dim` elements.
 
-    cache [num_seqs, 1, capacity, head_dim]; result [num_seqs * num_new, num_heads, v_dim].
+    All heads share both. cache [num_seqs, 1, capacity, head_dim]; result [num_seqs * num_new, num_heads, v_dim].
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2.
     """
     return dense_attention(q, cache, cache[..., :v_dim], seq_lens, None, scale, mask, window, softcap)
@@ -100,8 +101,8 @@ def _dense_write_attention_fake(
 
 
 @define(
-    "dense_write_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor starts, Tensor seq_lens,"
-    " Tensor? sinks, float scale, str mask, int window, float softcap) -> (Tensor, Tensor, Tensor)",
+    "dense_write_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor starts,"
+    " Tensor seq_lens, Tensor? sinks, float scale, str mask, int window, float softcap) -> (Tensor, Tensor, Tensor)",
     _dense_write_attention_fake,
 )
 def dense_write_attention(
@@ -118,7 +119,7 @@ def dense_write_attention(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dense_write` of K and of V, then `dense_attention`: its result, and both caches."""
+    """Apply `dense_write` to K and to V, then `dense_attention`; return its result and both caches."""
     caches = (k_cache.clone(), v_cache.clone())
     return dense_write_attention_in_place(q, k, v, *caches, starts, seq_lens, sinks, scale, mask, window, softcap)
 
@@ -126,6 +127,6 @@ def dense_write_attention(
 def dense_write_attention_in_place(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Tensor, seq_lens: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dense_write_attention` as a runner does it."""
+    """Run `dense_write_attention` on the given caches themselves, as a runner does."""
     caches = dense_write_in_place(k_cache, k, starts), dense_write_in_place(v_cache, v, starts)
     return dense_attention(q, *caches, seq_lens, *how), *caches

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic, fused."""
+"""The reference ops of fused elementwise arithmetic: SwiGLU and GeGLU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from inferc.ir.ops.registry import define, like_first
 
 @define("silu_mul(Tensor gate, Tensor up) -> Tensor", like_first)
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up` in float32, rounded once. gate, up, result [num_tokens, intermediate_size]."""
+    """Return `silu(gate) * up`, computed in float32 and rounded once.
+
+    gate, up, result [num_tokens, intermediate_size].
+    """
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
 @define("gelu_mul(Tensor gate, Tensor up, str approximate) -> Tensor", like_first)
 def gelu_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    """`gelu(gate) * up` in float32, rounded once (GeGLU). approximate: "none" (by erf) or "tanh".
+    """Return `gelu(gate) * up` (GeGLU), computed in float32 and rounded once.
 
-    gate, up, result [num_tokens, intermediate_size]. Source: Shazeer 2020, arXiv:2002.05202.
+    approximate: "none" (by erf) or "tanh". gate, up, result [num_tokens, intermediate_size].
+    Source: Shazeer 2020, arXiv:2002.05202.
     """
     return (torch.nn.functional.gelu(gate.float(), approximate=approximate) * up.float()).to(gate.dtype)

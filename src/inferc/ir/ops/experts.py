@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, and the experts themselves."""
+"""The reference ops of mixture of experts: the routing, and the experts themselves."""
 
 from __future__ import annotations
 
@@ -37,18 +37,21 @@ def moe_routing(
     group_score: str = "max",
     margin: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token and their weights, in float32.
+    """Choose the top_k experts of each token and compute their weights in float32.
 
-    Experts are scored by "softmax" over all or "sigmoid"; for "chosen_softmax" and "chosen_sigmoid" by their logits,
-    and weighed by the softmax over the chosen ones or by their sigmoid. `bias` [num_experts] is added for the choice alone. With num_groups > 1 the choice is
-    among the experts of the topk_groups groups with the best "max", or the best sum of two ("top2_sum"). Weights sum
-    to 1 if `renormalize`d, and are multiplied by `scale`. "near_softmax" chooses by logits too, and weighs each by a
-    softmax over the experts near it that were not chosen before: a logit may be `margin` of itself, or of the chosen one's, below that.
+    score says how experts are scored and weighed: "softmax" and "sigmoid" score by the softmax over all experts, or by
+    the sigmoid, and weigh by these scores; "chosen_softmax" and "chosen_sigmoid" score by the logits, and weigh by the
+    softmax over the chosen experts or by their sigmoid; "near_softmax" scores by the logits, and weighs each chosen
+    expert by a softmax over the experts near it that were not chosen before: an expert is near if its logit is below
+    the chosen one's by at most `margin` times the larger of the chosen logit and its own magnitude. `bias`
+    [num_experts] is added for the choice alone. With num_groups > 1 only experts of the topk_groups best groups are
+    chosen, where a group's score is its best expert ("max") or the sum of its best two ("top2_sum"). Weights sum to 1
+    if `renormalize` is set, and are multiplied by `scale`.
 
     router_logits [num_tokens, num_experts]; result: expert ids [num_tokens, top_k] i32, the best choice first (of
     equals the lower id), and weights [num_tokens, top_k] float32.
     Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2 (sigmoid, bias and groups); Liu, Gao and Chen 2024,
-    arXiv:2409.12136 (near_softmax, as SparseMixer-v2 is where nothing is trained).
+    arXiv:2409.12136 (near_softmax: SparseMixer-v2 at inference).
     """
     logits = router_logits.float()
     scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(score, logits)
@@ -81,7 +84,7 @@ def _near_softmax(logits: Tensor, ids: Tensor, margin: float) -> Tensor:
 
 
 def activated(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
-    """What experts make of gate and up rows: see `moe_experts`."""
+    """Return the activation of an expert's gate and up rows, of a kind that `moe_experts` describes."""
     if activation == "silu":
         return silu_mul(gate, up)
     wide, other = gate.float(), up.float()
@@ -101,7 +104,7 @@ def _product(
     group_scale: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """One expert's, in the arithmetic of the linear with such operands."""
+    """Compute the matrix product of one expert by the `linear_*` reference that takes these operands."""
     if scale is None:
         return torch.nn.functional.linear(x, weight, bias)
     if x_scale is None and group_scale is not None:
@@ -144,17 +147,19 @@ def moe_experts(
     gate_up_group_scale: Tensor | None = None,
     down_group_scale: Tensor | None = None,
 ) -> Tensor:
-    """Gated experts, summed by routing weight in float32, in rising expert id.
+    """Compute gated experts and sum their results by routing weight in float32, in rising expert id.
 
     x, result [num_tokens, hidden_size]; expert_ids, expert_weights [num_tokens, top_k]; gate_up
     [num_experts, 2 * intermediate_size, hidden_size], gate rows first; down [num_experts, hidden_size,
     intermediate_size]; biases [num_experts, …] of either. activation: "silu", "gelu", "gelu_tanh" of the gate times
     up, or "swiglu_clamped" (gpt-oss): `gate * sigmoid(alpha * gate) * (up + 1)`, both within `limit`.
-    With `scale_input` (Llama 4) the weight multiplies an expert's input, rounded, and not its result.
-    With gate_up_scale [num_experts, 2 * intermediate_size] and down_scale [num_experts, hidden_size], float32, both
-    weights are int8 and multiplied as in `linear_int8`, or with the scales of groups as in `linear_int4`. With x_scale [num_tokens] x is int8 too and the result in
-    `dtype`: products are those of `linear_w8a8`, or with the scales of groups, [..., groups] int8, of `linear_w4a8`. Each
-    activation is quantized by `quantize_rows`, and `scale_input` multiplies the row's scale.
+    With `scale_input` (Llama 4) the routing weight multiplies an expert's input, which is rounded, and not its result.
+
+    Quantized weights: with gate_up_scale [num_experts, 2 * intermediate_size] and down_scale [num_experts,
+    hidden_size], both float32, the weights are int8 and multiplied as in `linear_int8`; with group scales, [...,
+    groups] int8, they have four bits and are multiplied as in `linear_int4`. With x_scale [num_tokens], x is int8 too
+    and the result has `dtype`: the products are those of `linear_w8a8`, or of `linear_w4a8` with group scales. Each
+    activation is then quantized by `quantize_rows`, and `scale_input` multiplies the row's scale.
     """
     dtype = dtype or x.dtype
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

@@ -1,4 +1,4 @@
-"""Heads of another size than a model gives them."""
+"""The reference op that gives attention heads another size than the model's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _fake(x: Tensor, size: int) -> Tensor:
 
 @define("resize_heads(Tensor x, int size) -> Tensor", _fake)
 def resize_heads(x: Tensor, size: int) -> Tensor:
-    """The first `size` elements of every head, zeros behind the last of its own.
+    """Return the first `size` elements of every head, with zeros appended to heads that have fewer.
 
     x [num_tokens, heads, head_dim]; result [num_tokens, heads, size], contiguous.
     """

@@ -1,4 +1,4 @@
-"""Matrix products that are more than `aten.linear`."""
+"""The reference ops of matrix products that do more than `aten.linear`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def _lm_head_fake(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 @define("lm_head(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor", _lm_head_fake)
 def lm_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits in float32, not rounded to the model's dtype. hidden [rows, hidden_size]; weight [vocab_size, hidden_size]."""
+    """Compute the logits in float32, not rounded to the model's dtype.
+
+    hidden [rows, hidden_size]; weight [vocab_size, hidden_size].
+    """
     return torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
@@ -26,7 +29,10 @@ def _linear_wide_fake(x: Tensor, weight: Tensor) -> Tensor:
 
 @define("linear_wide(Tensor x, Tensor weight) -> Tensor", _linear_wide_fake)
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
-    """The product in float32, not rounded to the model's dtype (routers). x [num_tokens, k]; weight [n, k]."""
+    """Compute a matrix product in float32, not rounded to the model's dtype, as routers need it.
+
+    x [num_tokens, k]; weight [n, k].
+    """
     return torch.nn.functional.linear(x.float(), weight.float())
 
 
@@ -36,7 +42,7 @@ def _linear_add_fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: T
 
 @define("linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual) -> Tensor", _linear_add_fake)
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """`residual + linear(x)`: the product is rounded to its dtype, then the sum.
+    """Return `residual + linear(x)`: the product is rounded to its dtype, then the sum.
 
     x [num_tokens, in_features]; weight [out_features, in_features]; residual, result [num_tokens, out_features].
     """
@@ -49,9 +55,9 @@ def _linear_silu_mul_fake(x: Tensor, weight: Tensor, *_args: object) -> Tensor:
 
 @define("linear_silu_mul(Tensor x, Tensor weight, Tensor? bias, Tensor? scale=None) -> Tensor", _linear_silu_mul_fake)
 def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
-    """`silu_mul` of both halves of `linear(x)`, each rounded to its dtype first (SwiGLU).
+    """Return `silu_mul` of the two halves of `linear(x)`, each rounded to its dtype first (SwiGLU).
 
-    x [num_tokens, in_features]; weight [2 * intermediate_size, in_features], the gate's rows, then those of up; result
+    x [num_tokens, in_features]; weight [2 * intermediate_size, in_features], gate rows first, then up rows; result
     [num_tokens, intermediate_size]. With `scale` the product is `linear_int8`. Source: Shazeer 2020, arXiv:2002.05202.
     """
     if scale is None:
@@ -67,6 +73,9 @@ def _head_linear_fake(x: Tensor, weight: Tensor) -> Tensor:
 
 @define("head_linear(Tensor x, Tensor weight) -> Tensor", _head_linear_fake)
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """A projection of each head by its own weight: x [num_tokens, heads, k]; weight [heads, n, k]; result […, heads, n]."""
+    """Project each head by its own weight.
+
+    x [num_tokens, heads, k]; weight [heads, n, k]; result [num_tokens, heads, n].
+    """
     product = torch.einsum("thk,hnk->thn", x.float(), weight.float())
     return product.to(x.dtype).contiguous()  # einsum may leave heads first in memory

@@ -1,4 +1,4 @@
-"""Norms over the last axis."""
+"""The reference ops of norms over the last axis: RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from inferc.ir.ops.registry import define, like_first
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
 ) -> Tensor:
-    """RMSNorm over the last axis, computed in float32.
+    """Compute RMSNorm over the last axis, in float32.
 
-    x, result [..., size]; weight [size], or None for 1. `round_before_scale` rounds the normalised x to its dtype before the
-    multiplication by the weight (Llama) instead of after it (Gemma, gpt-oss); `weight_offset` is added to the
-    weight in float32 (Gemma: 1).
+    x, result [..., size]; weight [size], or None for 1. `round_before_scale` rounds the normalised x to its dtype
+    before the multiplication by the weight (Llama) instead of after it (Gemma, gpt-oss); `weight_offset` is added to
+    the weight in float32 (Gemma: 1).
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -51,14 +51,14 @@ def rms_norm_add(
     weight_offset: float = 0.0,
     round_before_scale: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`sum = x + residual` (rounded to their dtype) and its RMSNorm: returns (normed, sum)."""
+    """Compute `sum = x + residual`, rounded to their dtype, and its RMSNorm; return (normed, sum)."""
     total = x + residual
     return rms_norm(total, weight, eps, weight_offset, round_before_scale), total
 
 
 @define("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", like_first)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm over the last axis, in float32, rounded once.
+    """Compute LayerNorm over the last axis, in float32, rounded once.
 
     x, result [..., size]; weight and bias [size], or [heads, size] for heads that each have their own.
     Source: Ba et al. 2016, arXiv:1607.06450.

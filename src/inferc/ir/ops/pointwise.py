@@ -1,7 +1,8 @@
-"""A fused chain of elementwise arithmetic: one op whose attribute says what it computes.
+"""The reference op of a fused chain of elementwise arithmetic, whose attribute says what it computes.
 
-An expression is Python syntax over `x0`, `x1`, … (the inputs), numbers, + - * /, unary minus, comparisons and FUNCTIONS.
-What is used twice is named first: `t0 = tanh(x0); t0 * t0 + x1`. Everything is computed in float32 and rounded once.
+An expression is Python syntax over `x0`, `x1`, … (the inputs), numbers, + - * /, unary minus, comparisons and
+FUNCTIONS. A value used twice is named first: `t0 = tanh(x0); t0 * t0 + x1`. Everything is computed in float32 and
+rounded once.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _tensors(x: Any, y: Any) -> tuple[Tensor, Tensor]:
 
 @cache
 def parse(expression: str) -> tuple[tuple[tuple[str, ast.expr], ...], ast.expr]:
-    """The named parts of an expression, in order, and its result. Raises ValueError for what is no expression."""
+    """Return the named parts of an expression, in order, and its result; raise ValueError for what is no expression."""
     named: list[tuple[str, ast.expr]] = []
     body = ast.parse(expression.replace("; ", "\n")).body
     for statement in body[:-1]:
@@ -69,7 +70,7 @@ def walk(
     call: Callable[[str, list[Any]], Any],
     operator: Callable[[type[ast.AST], Any, Any], Any],
 ) -> Any:
-    """Fold an expression's tree: what each name, number, call and operator becomes is the caller's."""
+    """Fold an expression's tree; the caller's functions say what each name, number, call and operator becomes."""
 
     def fold(each: ast.expr) -> Any:
         return walk(each, names, number, call, operator)
@@ -98,7 +99,7 @@ def _fake(inputs: list[Tensor], _expression: str, dtype: torch.dtype) -> Tensor:
 
 @define("pointwise(Tensor[] inputs, str expression, ScalarType dtype) -> Tensor", _fake)
 def pointwise(inputs: list[Tensor], expression: str, dtype: torch.dtype) -> Tensor:
-    """`expression` of the inputs, elementwise with broadcasting, in float32, rounded once to `dtype`."""
+    """Evaluate `expression` of the inputs, elementwise with broadcasting, in float32, rounded once to `dtype`."""
     names: dict[str, Any] = {f"x{index}": each.float() for index, each in enumerate(inputs)}
 
     def value(node: ast.expr) -> Any:

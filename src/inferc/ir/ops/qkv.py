@@ -1,4 +1,4 @@
-"""The projection of q, k and v with all that stands between it and attention: one op from hidden rows to the cache."""
+"""The reference op that fuses the projection of q, k and v with norm, rope and the write into the KV cache."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def qkv_rope_kv_write(
     group_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`linear` to the heads of q, k and v, an `rms_norm` of q's and k's if they have weights, then `rope_kv_write`.
+    """Compute q, k and v by one `linear`, apply `rms_norm` to q and k where they have weights, then `rope_kv_write`.
 
     x [num_tokens, hidden_size]; weight [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size], rows of q, k and v in
-    this order; q_weight and k_weight [head_dim], both or neither; num_kv_heads and head_dim are the cache's. With `scale`
-    the product is `linear_int8`, with `x_scale` too `linear_w8a8`, with `group_scale` too `linear_w4a8`; the last two give
-    `dtype`. Returns (rotated q [num_tokens, num_heads, head_dim], cache).
+    this order; q_weight and k_weight [head_dim], both or neither; num_kv_heads and head_dim are the cache's. With
+    `scale` the product is `linear_int8`; with `scale` and `x_scale` it is `linear_w8a8`; with `group_scale` too it is
+    `linear_w4a8`. The last two give `dtype`. Returns (rotated q [num_tokens, num_heads, head_dim], cache).
     """
     product = _product(x, weight, bias, x_scale, scale, group_scale, dtype)
     q, k, v = _heads(product, kv_cache, num_heads)
@@ -80,7 +80,7 @@ def qkv_rope_kv_write_in_place(
     group_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`qkv_rope_kv_write` as a runner does it."""
+    """Run `qkv_rope_kv_write` on the given cache itself, as a runner does."""
     product = _product(x, weight, bias, x_scale, scale, group_scale, dtype)
     q, k, v = _heads(product, kv_cache, num_heads)
     q, k = _normed(q, k, q_weight, k_weight, (eps, weight_offset, round_before_scale))

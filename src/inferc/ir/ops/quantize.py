@@ -1,4 +1,4 @@
-"""Integers and the scales that make numbers of them, and the products of such."""
+"""The reference ops of quantization: integers with their scales, and the matrix products of quantized operands."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from inferc.ir.ops.elementwise import silu_mul
 from inferc.ir.ops.norms import layer_norm, rms_norm, rms_norm_add
 from inferc.ir.ops.registry import define
 
-LARGEST = 127  # not -128: so that the negative of every number is one too
-LARGEST_FP8 = 448.0  # the largest number of four bits of exponent and three of mantissa
-LARGEST_INT4 = -8  # what the element of largest magnitude becomes, whatever its sign: all sixteen values are used
+LARGEST = 127  # the largest magnitude of int8; -128 is not used, so that the negative of every value is a value too
+LARGEST_FP8 = 448.0  # the largest float8_e4m3fn (four bits of exponent, three of mantissa)
+# The integer that a group's element of largest magnitude gets, whatever its sign, so that all sixteen values are used.
+LARGEST_INT4 = -8
 INT32_MOST = 2**31 - 1
 
 
@@ -23,17 +24,21 @@ def _rows_fake(x: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
 
 @define("quantize_rows(Tensor x) -> (Tensor, Tensor)", _rows_fake)
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row as int8 with a scale of its own: x [rows, k]; result [rows, k] int8 and [rows] float32, x = int8 * scale.
+    """Quantize each row to int8 with a scale of its own.
 
-    The scale is the row's largest magnitude over 127, or 1 for a row of zeros; numbers round to nearest, ties to even.
-    A row with a NaN or an infinity has a scale that is no finite number, so that it is noticed further on.
+    x [rows, k]; result [rows, k] int8 and [rows] float32, with x = int8 * scale. The scale is the row's largest
+    magnitude over 127, or 1 for a row of zeros; numbers round to nearest, ties to even. A row with a NaN or an infinity
+    gets a scale that is not finite, so that the error shows in later results.
     """
     within, scale = _within(x, LARGEST)
     return within.round().to(torch.int8), scale
 
 
 def _within(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """Each row over its scale, in float32 from -largest to largest, 0 for what is no number; and the scales."""
+    """Divide each row by its scale; return the rows in float32, from -largest to largest, and the scales.
+
+    A quotient that is not a number becomes 0.
+    """
     wide = x.float()
     scale = wide.abs().amax(-1) / largest
     scale = scale.masked_fill(scale == 0, 1.0)
@@ -46,7 +51,10 @@ def _embedding_int8_fake(weight: Tensor, scale: Tensor, indices: Tensor, dtype: 
 
 @define("embedding_int8(Tensor weight, Tensor scale, Tensor indices, ScalarType dtype) -> Tensor", _embedding_int8_fake)
 def embedding_int8(weight: Tensor, scale: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a table in int8: weight [vocab_size, size] int8; scale [vocab_size] float32; result [..., size] in `dtype`."""
+    """Return rows of an int8 embedding table, dequantized to `dtype`.
+
+    weight [vocab_size, size] int8; scale [vocab_size] float32; result [..., size].
+    """
     return (weight[indices].float() * scale[indices][..., None]).to(dtype)
 
 
@@ -74,10 +82,10 @@ def linear_int8(
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear` with weights in int8 (W8A16): the integers are multiplied as they are, each sum by its row's scale.
+    """Compute `linear` with int8 weights (W8A16): the integers are multiplied as they are, each sum by its row's scale.
 
     x [num_tokens, k]; weight [n, k] int8; scale [n] float32; bias [n]; residual, result [num_tokens, n]. The product
-    with its bias is rounded to `dtype`, that of x if none is given, then the residual is added, as in `linear_add`.
+    with its bias is rounded to `dtype` (by default x's), then the residual is added, as in `linear_add`.
     """
     product = torch.nn.functional.linear(x.float(), weight.float()) * scale
     return _finish(product, bias, residual, dtype or x.dtype)
@@ -89,7 +97,7 @@ def _linear_w8a8_fake(
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-_OF_ROUNDED = (  # the arguments of products of rows in 8 bits
+_OF_ROUNDED = (  # the part of a schema after its name, for matrix products whose rows have 8 bits
     "(Tensor x, Tensor x_scale, Tensor weight, Tensor scale, ScalarType dtype, Tensor? bias=None,"
     " Tensor? residual=None) -> Tensor"
 )
@@ -105,11 +113,11 @@ def linear_w8a8(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`linear` of rows and weights in int8 (W8A8): sums are exact in int32, then scaled by the row and by the output.
+    """Compute `linear` of int8 rows and weights (W8A8): int32 sums are exact, then scaled by row and by output.
 
     x [num_tokens, k] int8; x_scale [num_tokens] float32; the rest as in `linear_int8`, the result in `dtype`.
     """
-    # float64 holds every sum of int32 exactly, and its product is a fast one.
+    # float64 holds every int32 sum exactly, and PyTorch has a fast matrix product for it.
     sums = torch.nn.functional.linear(x.double(), weight.double()).float()
     return _finish(sums * x_scale[:, None] * scale, bias, residual, dtype)
 
@@ -120,11 +128,11 @@ def _rows_fp8_fake(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @define("quantize_rows_fp8(Tensor x) -> (Tensor, Tensor)", _rows_fp8_fake)
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row as float8_e4m3fn with a scale of its own: x [rows, k]; result [rows, k] and [rows] float32.
+    """Quantize each row to float8_e4m3fn with a scale of its own.
 
-    The scale is the row's largest magnitude over 448, or 1 for a row of zeros; numbers round to nearest, ties to even.
-    A row with a NaN or an infinity has a scale that is no finite number. The format is E4M3 of "FP8 Formats for Deep
-    Learning" (https://arxiv.org/abs/2209.05433).
+    x [rows, k]; result [rows, k] and [rows] float32. The scale is the row's largest magnitude over 448, or 1 for a row
+    of zeros; numbers round to nearest, ties to even. A row with a NaN or an infinity gets a scale that is not finite.
+    The format is E4M3 of "FP8 Formats for Deep Learning" (https://arxiv.org/abs/2209.05433).
     """
     within, scale = _within(x, LARGEST_FP8)
     return within.to(torch.float8_e4m3fn), scale
@@ -140,20 +148,28 @@ def linear_fp8(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`linear` of rows and weights in float8_e4m3fn: products are exact, sums in float32, scaled as in `linear_w8a8`."""
+    """Compute `linear` of float8_e4m3fn rows and weights, with exact products and sums in float32.
+
+    The sums are scaled as in `linear_w8a8`.
+    """
     sums = torch.nn.functional.linear(x.float(), weight.float())
     return _finish(sums * x_scale[:, None] * scale, bias, residual, dtype)
 
 
 def largest_group_scale(k: int) -> int:
-    """The largest integer that scales a group of k: int32 then holds every sum over k of int8, -8 to 7, and scale."""
+    """Return the largest integer scale of a group in a row of k elements.
+
+    With it int32 holds every sum over k of an int8 value times a weight from -8 to 7 times a group's scale.
+    """
     return max(1, min(LARGEST, INT32_MOST // (LARGEST * -LARGEST_INT4 * k)))
 
 
 def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, k] as what `weights.int4_values`, `int4_group_scales` and `int4_scales` are: uint8, int8 and float32.
+    """Quantize rows x [rows, k] to four bits: values uint8, group scales int8, row scales float32.
 
-    A group's scale is the nearest multiple of its row's, which is the largest of them over 127 or less.
+    The three results are those of `weights.int4_values`, `int4_group_scales` and `int4_scales`. A group's exact scale
+    is rounded to the nearest integer multiple of its row's scale, which is the row's largest group scale over
+    `largest_group_scale(k)` (127 or less).
     """
     rows, k = x.shape
     groups = -(-k // group)
@@ -170,12 +186,15 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def int4_group(values: Tensor, group_scale: Tensor) -> int:
-    """How many neighbours share a scale, of what `quantize_int4` made: values [..., size], group_scale [..., groups]."""
+    """Return how many neighbours share a scale in the result of `quantize_int4`.
+
+    values [..., size]; group_scale [..., groups].
+    """
     return 2 * int(values.shape[-1]) // int(group_scale.shape[-1])
 
 
 def unpack_int4(values: Tensor, k: int) -> Tensor:
-    """The integers, -8 to 7, of bytes [rows, size]: [rows, k] int8."""
+    """Unpack bytes [rows, size] of `quantize_int4` to their integers, -8 to 7: [rows, k] int8."""
     pairs = values.view(len(values), -1, 1, 4)
     both = torch.cat((pairs & 15, pairs >> 4), -2)
     return both.reshape(len(values), -1)[:, :k].to(torch.int8) - 8
@@ -201,7 +220,7 @@ def linear_int4(
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear_int8` with weights in four bits (W4A16): x is not rounded; weight and scales are those of `linear_w4a8`."""
+    """Compute `linear_int8` with four-bit weights (W4A16): x is not rounded; weight and scales as in `linear_w4a8`."""
     return linear_int8(x, _with_group_scales(weight, group_scale, x.shape[1]), scale, bias, residual, dtype)
 
 
@@ -232,8 +251,9 @@ def linear_w4a8(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`linear` of int8 rows and weights in four bits (W4A8): an integer times its group's is the integer of `linear_w8a8`.
+    """Compute `linear` of int8 rows and four-bit weights (W4A8), exactly as `linear_w8a8` does with scaled integers.
 
+    A four-bit integer times its group's scale takes the place of the weight's integer in `linear_w8a8`.
     x [num_tokens, k] int8; x_scale [num_tokens] float32; weight [n, groups * group / 2] uint8, group_scale [n, groups]
     int8 and scale [n] float32 as `weights.int4_values`, `int4_group_scales` and `int4_scales` make them; the rest as in
     `linear_w8a8`, whose sums are exact here too.
@@ -243,7 +263,7 @@ def linear_w4a8(
 
 
 def _with_group_scales(weight: Tensor, group_scale: Tensor, k: int) -> Tensor:
-    """The integers of 11 bits that four bits times their group's scale are: [n, k] int16."""
+    """Return four-bit integers times their group's scale, which need 11 bits: [n, k] int16."""
     group = int4_group(weight, group_scale)
     return unpack_int4(weight, k).short() * group_scale.short().repeat_interleave(group, 1)[:, :k]
 
@@ -261,7 +281,7 @@ def _finish(product: Tensor, bias: Tensor | None, residual: Tensor | None, dtype
 def rms_norm_quantize(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`quantize_rows` of `rms_norm`: x [num_tokens, size]."""
+    """Return `quantize_rows` of `rms_norm`; x [num_tokens, size]."""
     return quantize_rows(rms_norm(x, weight, eps, weight_offset, round_before_scale))
 
 
@@ -282,18 +302,18 @@ def rms_norm_add_quantize(
     weight_offset: float = 0.0,
     round_before_scale: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantize_rows` of what `rms_norm_add` normalises, and the sum: (int8, scales, sum)."""
+    """Return `quantize_rows` of the normalised result of `rms_norm_add`, and its sum: (int8, scales, sum)."""
     normed, total = rms_norm_add(x, residual, weight, eps, weight_offset, round_before_scale)
     return *quantize_rows(normed), total
 
 
 @define("layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)", _rows_fake)
 def layer_norm_quantize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """`quantize_rows` of `layer_norm`: x [num_tokens, size]."""
+    """Return `quantize_rows` of `layer_norm`; x [num_tokens, size]."""
     return quantize_rows(layer_norm(x, weight, bias, eps))
 
 
 @define("silu_mul_quantize(Tensor gate, Tensor up) -> (Tensor, Tensor)", _rows_fake)
 def silu_mul_quantize(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_rows` of `silu_mul`: gate, up [num_tokens, size]."""
+    """Return `quantize_rows` of `silu_mul`; gate, up [num_tokens, size]."""
     return quantize_rows(silu_mul(gate, up))

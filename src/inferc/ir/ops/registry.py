@@ -1,4 +1,4 @@
-"""Registering an op, ours or a user's: its schema, its reference in PyTorch and its fake kernel."""
+"""The registration of ops, built-in or a user's: schema, reference in PyTorch and fake kernel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Reference = TypeVar("Reference", bound=Callable[..., object])
 
 
 def define(schema: str, fake: Callable[..., object]) -> Callable[[Reference], Reference]:
-    """Register `schema` with the decorated function as reference and `fake` as its shape function.
+    """Return a decorator that registers `schema` with the decorated function as reference and `fake` as shape function.
 
-    schema: torch's (`"scaled(Tensor x, float by) -> Tensor"`). An op of a user has a namespace of its own in front,
-    `"mine::scaled(…)"`, and is called as `torch.ops.mine.scaled.default`; ours are in `inferc`.
+    schema: in PyTorch's syntax (`"scaled(Tensor x, float by) -> Tensor"`). A user's op puts its own namespace in front,
+    `"mine::scaled(…)"`, and is called as `torch.ops.mine.scaled.default`; built-in ops are in the namespace `inferc`.
     """
     namespace, _, rest = schema.split("(", 1)[0].rpartition("::")
     library = _library(namespace or "inferc")
@@ -33,10 +33,10 @@ def define(schema: str, fake: Callable[..., object]) -> Callable[[Reference], Re
 
 @cache
 def _library(namespace: str) -> torch.library.Library:
-    """Kept as long as the process: torch forgets the ops of a library that is gone."""
+    """Return the torch library of a namespace, kept as long as the process: torch drops a deleted library's ops."""
     return torch.library.Library(namespace, "DEF" if namespace == "inferc" else "FRAGMENT")
 
 
 def like_first(x: Tensor, *_args: object) -> Tensor:
-    """The fake kernel of an op whose result is like its first argument, contiguous."""
+    """Return a contiguous fake result with the shape and dtype of the op's first argument."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""The reference ops of rotary position embedding (RoPE)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _rope_table_fake(positions: Tensor, inv_freq: Tensor, scaling: float) -> Ten
 
 @define("rope_table(Tensor positions, Tensor inv_freq, float scaling) -> Tensor", _rope_table_fake)
 def rope_table(positions: Tensor, inv_freq: Tensor, scaling: float) -> Tensor:
-    """Cosines and sines of a step's positions, made once for all layers.
+    """Compute the cosines and sines of a step's positions, once for all layers.
 
     positions [num_tokens] i64; inv_freq [rotary_dim / 2] float32; result [num_tokens, rotary_dim] float32:
     the first half cosines, the second half sines, both times `scaling` (YaRN's attention factor).
@@ -30,9 +30,9 @@ PAIRS = ("halves", "neighbours", "neighbours_to_halves")
 def rope(x: Tensor, table: Tensor, pairs: str = "halves") -> Tensor:
     """Rotate the first `rotary_dim` elements of every head, in float32, rounded once.
 
-    x, result [num_tokens, heads, head_dim]; table from `rope_table`. Pair i is elements (i, i + rotary_dim / 2) of
-    x and of the result for "halves", (2 i, 2 i + 1) for "neighbours"; "neighbours_to_halves" reads the one and writes
-    the other (DeepSeek). Source: Su et al. 2021, arXiv:2104.09864.
+    x, result [num_tokens, heads, head_dim]; table from `rope_table`. Pair i is the elements (i, i + rotary_dim / 2) of
+    x and of the result for "halves", and (2 i, 2 i + 1) for "neighbours"; "neighbours_to_halves" reads neighbours and
+    writes halves (DeepSeek). Source: Su et al. 2021, arXiv:2104.09864.
     """
     half = table.shape[-1] // 2
     cos, sin = table[:, None, :half], table[:, None, half:]

@@ -1,5 +1,5 @@
-// What amx.h takes from the processor, in plain C++ for machines without tiles: a file of registers for each thread, with
-// the checks that the processor makes. What would be a fault there ends the process with a line that says why.
+// What amx.h takes from the processor, in plain C++ for machines without tiles: a file of registers for each thread,
+// with the checks that the processor makes. What would be a fault there ends the process with a line that says why.
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, LDTILECFG, TILELOADD, TDPBF16PS, TDPBSSD.
 #pragma once
 #include <stdio.h>
@@ -89,7 +89,8 @@ INLINE float flushed(const u8* half) {
   return flushed(to_float(x));
 }
 
-// Products at even and at odd k are summed apart, each by a fused multiply-add, then the two sums added, then that to C.
+// Products at even and at odd k are summed apart, each by a fused multiply-add, then the two sums added, then that to
+// C.
 template <int C, int A, int B>
 void dot(const bf16*) {
   check_dot<C, A, B>();

@@ -20,7 +20,7 @@ from inferc.errors import ArtifactError, ConfigError, RequestError, UnsupportedE
 from inferc.runtime.artifact.libraries import Library
 from inferc.runtime.runners.cpu import abi
 from inferc.runtime.runners.cpu import runner as model_runner
-from inferc.runtime.runners.cpu.runner import ModelRunner
+from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.runtime.step.plan import SampleRows, StepPlan, TokenLists
 
 ISA = abi.detect_isa()[:1]
@@ -43,13 +43,13 @@ def config_of(compiled: Compiled, **changes: Any) -> EngineConfig:
 
 
 @pytest.fixture
-def runner(compiled: Compiled) -> Iterator[ModelRunner]:
-    made = ModelRunner(compiled, config_of(compiled), poison=True)
+def runner(compiled: Compiled) -> Iterator[CpuRunner]:
+    made = CpuRunner(compiled, config_of(compiled), poison=True)
     yield made
     made.close()
 
 
-def run(runner: ModelRunner, plan: StepPlan) -> list[int]:
+def run(runner: CpuRunner, plan: StepPlan) -> list[int]:
     runner.submit(plan)
     result = runner.wait()
     assert result.error is None
@@ -57,7 +57,7 @@ def run(runner: ModelRunner, plan: StepPlan) -> list[int]:
     return ids
 
 
-def generate(runner: ModelRunner, slot: int, prompt: list[int], count: int) -> list[int]:
+def generate(runner: CpuRunner, slot: int, prompt: list[int], count: int) -> list[int]:
     """One step after another, each waiting for the last one's id."""
     out, new, cached = [], prompt, 0
     for _ in range(count):
@@ -79,7 +79,7 @@ def resident_bytes(pool: np.ndarray[Any, Any]) -> int:
 
 def test_the_cache_gets_its_memory_in_pieces_and_keeps_what_is_in_it(compiled: Compiled) -> None:
     size = 20 << 20
-    runner = ModelRunner(compiled, config_of(compiled, kv_memory_bytes=size))
+    runner = CpuRunner(compiled, config_of(compiled, kv_memory_bytes=size))
     try:
         (pool,) = runner._pools
         expected = generate(runner, 0, PROMPT, 3)
@@ -100,7 +100,7 @@ def test_memory_that_the_system_does_not_give_ahead_is_left_to_the_steps(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(model_runner, "back", lambda address, size: "Invalid argument")
-    runner = ModelRunner(compiled, config_of(compiled, kv_memory_bytes=20 << 20))
+    runner = CpuRunner(compiled, config_of(compiled, kv_memory_bytes=20 << 20))
     with caplog.at_level("INFO"):
         assert not runner.back_cache() and not runner.back_cache()
     runner.close()
@@ -110,7 +110,7 @@ def test_memory_that_the_system_does_not_give_ahead_is_left_to_the_steps(
 PROMPT = [7, 80, 33, 2, 2, 61]
 
 
-def test_late_ids_are_filled_in_from_the_step_before(runner: ModelRunner) -> None:
+def test_late_ids_are_filled_in_from_the_step_before(runner: CpuRunner) -> None:
     expected = generate(runner, 0, PROMPT, 5)
     runner.submit(make_plan([(1, PROMPT, 0)]))
     for step in range(4):
@@ -119,7 +119,7 @@ def test_late_ids_are_filled_in_from_the_step_before(runner: ModelRunner) -> Non
     assert [int(runner.wait().token_ids[0]) for _ in range(5)] == expected
 
 
-def test_a_slot_with_several_rows_goes_on_with_the_last(runner: ModelRunner) -> None:
+def test_a_slot_with_several_rows_goes_on_with_the_last(runner: CpuRunner) -> None:
     prompt = [(7 * index) % 90 for index in range(80)]
     expected = generate(runner, 0, prompt, 2)
     for _ in range(20):
@@ -129,7 +129,7 @@ def test_a_slot_with_several_rows_goes_on_with_the_last(runner: ModelRunner) -> 
         assert [int(runner.wait().token_ids[-1]) for _ in range(2)] == expected
 
 
-def test_a_prefill_chunk_samples_nothing(runner: ModelRunner) -> None:
+def test_a_prefill_chunk_samples_nothing(runner: CpuRunner) -> None:
     expected = generate(runner, 0, PROMPT, 1)
     plan = make_plan([(1, PROMPT[:4], 0)])
     none = np.zeros(0, np.int32)
@@ -137,7 +137,7 @@ def test_a_prefill_chunk_samples_nothing(runner: ModelRunner) -> None:
     assert run(runner, make_plan([(1, PROMPT[4:], 4)])) == expected
 
 
-def test_seeded_sampling_does_not_depend_on_the_batch(runner: ModelRunner) -> None:
+def test_seeded_sampling_does_not_depend_on_the_batch(runner: CpuRunner) -> None:
     def sampled(slots: list[int]) -> SampleRows:
         rows = SampleRows.greedy(np.array(slots, np.int32))
         seeds, counters = np.full(len(slots), 11, np.uint64), np.full(len(slots), 4, np.uint64)
@@ -148,7 +148,7 @@ def test_seeded_sampling_does_not_depend_on_the_batch(runner: ModelRunner) -> No
     assert together[1:] == alone * 2
 
 
-def test_penalties_start_from_the_slots_ids_and_are_ordered_with_steps(runner: ModelRunner) -> None:
+def test_penalties_start_from_the_slots_ids_and_are_ordered_with_steps(runner: CpuRunner) -> None:
     greedy = generate(runner, 0, PROMPT, 6)
     hard = replace(SampleRows.greedy(np.zeros(1, np.int32)), repetition_penalty=np.array([1e9], np.float32))
     runner.reset_slot(0, np.array(PROMPT, np.int32))
@@ -164,7 +164,7 @@ def test_penalties_start_from_the_slots_ids_and_are_ordered_with_steps(runner: M
     assert run(runner, make_plan([(0, PROMPT, 0)], sample=hard)) == greedy[:1]
 
 
-def test_a_row_with_nothing_to_choose_fails_alone(runner: ModelRunner) -> None:
+def test_a_row_with_nothing_to_choose_fails_alone(runner: CpuRunner) -> None:
     expected = generate(runner, 0, PROMPT, 2)
     only, none = np.array([5], np.int32), np.zeros(0, np.int32)
     lists = TokenLists.of([none, only])
@@ -178,7 +178,7 @@ def test_a_row_with_nothing_to_choose_fails_alone(runner: ModelRunner) -> None:
     assert result.failed is None and result.token_ids.tolist() == expected[1:]
 
 
-def test_logprobs_only_where_asked(runner: ModelRunner) -> None:
+def test_logprobs_only_where_asked(runner: CpuRunner) -> None:
     rows = replace(SampleRows.greedy(np.array([0, 1], np.int32)), num_logprobs=np.array([0, 3], np.int32))
     runner.submit(make_plan([(0, PROMPT, 0), (1, PROMPT, 0)], sample=rows))
     result = runner.wait()
@@ -189,7 +189,7 @@ def test_logprobs_only_where_asked(runner: ModelRunner) -> None:
     assert found.top[0][1] >= found.top[1][1] >= found.top[2][1]
 
 
-def test_score_runs_the_step(runner: ModelRunner) -> None:
+def test_score_runs_the_step(runner: CpuRunner) -> None:
     ids = np.array(PROMPT, np.int32)
     logprobs, best = runner.score(make_plan([(0, PROMPT, 0)], all_rows=True), np.roll(ids, -1))
     assert logprobs.shape == best.shape == (6,) and (logprobs < 0).all()
@@ -199,7 +199,7 @@ def test_score_runs_the_step(runner: ModelRunner) -> None:
 @pytest.mark.parametrize("int8_kv", [False, True])
 def test_blocks_move_between_slots_and_the_canonical_form(int8_kv: bool) -> None:
     compiled = Compiled(Shape(torch.bfloat16, layers=2, tied=True, int8_kv=int8_kv), ISA)
-    runner = ModelRunner(compiled, config_of(compiled), poison=True)
+    runner = CpuRunner(compiled, config_of(compiled), poison=True)
     expected = generate(runner, 0, PROMPT, 2)
     size, plan = compiled.block_size, make_plan([(slot, PROMPT, 0) for slot in range(3)])
     first = plan.block_tables[0][:, :1]  # of each slot
@@ -225,14 +225,12 @@ def test_blocks_move_between_slots_and_the_canonical_form(int8_kv: bool) -> None
         ({"seq_slots": np.array([4], np.int32)}, "a sequence slot"),
     ],
 )
-def test_a_plan_out_of_bounds_never_reaches_compiled_code(
-    runner: ModelRunner, change: dict[str, Any], what: str
-) -> None:
+def test_a_plan_out_of_bounds_never_reaches_compiled_code(runner: CpuRunner, change: dict[str, Any], what: str) -> None:
     with pytest.raises(RequestError, match=what):
         runner.submit(replace(make_plan([(0, PROMPT, 0)]), **change))
 
 
-def test_a_step_over_the_budget_is_refused(runner: ModelRunner) -> None:
+def test_a_step_over_the_budget_is_refused(runner: CpuRunner) -> None:
     with pytest.raises(RequestError, match="num_tokens 97"):
         runner.submit(make_plan([(0, [1] * 97, 0)]))
 
@@ -242,7 +240,7 @@ def test_unknown_step_inputs_are_refused_by_name(compiled: Compiled) -> None:
     other.__dict__.update(compiled.__dict__)
     other.program = {**compiled.program, "step": {"inputs": [{"name": "token_ids"}, {"name": "tree_mask"}]}}
     with pytest.raises(UnsupportedError, match="takes tree_mask, which this runtime does not fill"):
-        ModelRunner(other, config_of(compiled))
+        CpuRunner(other, config_of(compiled))
 
 
 def test_isa_choice_says_what_is_missing(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The CUDA target from artifact to tokens on a fake GPU: kernels run in Triton's interpreter.
 
-The tests themselves are in on_fake_gpu/, in a process of its own: TRITON_INTERPRET=1 must be set before Triton is imported,
-and nothing can be compiled there.
+The tests themselves are in on_fake_gpu/, in a process of its own: TRITON_INTERPRET=1 must be set before Triton is
+imported, and nothing can be compiled there.
 """
 
 import hashlib

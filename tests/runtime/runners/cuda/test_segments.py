@@ -1,4 +1,4 @@
-"""The tensorrt-paged target from artifact to tokens on a fake GPU: kernels in Triton's interpreter, engines by their networks.
+"""The tensorrt-paged target from artifact to tokens on a fake GPU: interpreted kernels, engines by their networks.
 
 The tests of steps are in on_fake_gpu/segments, in a process of its own; plans are TensorRT-RTX's, built here for sm_86.
 """

@@ -22,7 +22,7 @@ def llama() -> Iterator[Pair]:
 
 @pytest.mark.slow
 def test_in_the_invariant_order_it_has_them_however_its_prompt_is_cut() -> None:
-    """Whole, as a preempted sequence is computed again, or in chunks and token by token, as it was computed at first."""
+    """Whole, as after a preemption, and in chunks and token by token, as before it, a prompt gives the same logits."""
     tokens, found = (PROMPT * 11)[:95], []
     for ends in ([95], [7, 70, 94, 95]):
         with opened("llama", deterministic=True) as made:

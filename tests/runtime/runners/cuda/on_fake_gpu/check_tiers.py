@@ -1,4 +1,4 @@
-"""The KV cache's lower tier under a GPU: blocks come down beside the steps, and are copied up by the step that needs them."""
+"""The KV cache's lower tier with a GPU: blocks come down beside the steps, and steps copy up what they need."""
 
 from pathlib import Path
 from typing import Any

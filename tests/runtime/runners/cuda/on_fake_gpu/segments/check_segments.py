@@ -1,4 +1,4 @@
-"""Steps of kernels and engines: the reference's tokens, logits and scores, through the ordinary engine and the runner."""
+"""Steps of kernels and engines give the reference's tokens, logits and scores, by the engine and by the runner."""
 
 from __future__ import annotations
 

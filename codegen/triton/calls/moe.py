@@ -1,4 +1,4 @@
-"""The launches of mixtures of experts, as calls.py has those of the others, and the scratch that they take."""
+"""The launches of mixtures of experts, and the scratch memory that they need."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from torch import fx
 
 from inferc.codegen.triton.aot.source import Source
-from inferc.codegen.triton.calls import ROWS, Builder, Call, Choice
+from inferc.codegen.triton.calls.builder import ROWS, Builder, Call, Choice
 from inferc.codegen.triton.kernels import moe_experts as kernels
 from inferc.codegen.triton.kernels.moe_routing import moe_routing as moe_routing_source
 from inferc.codegen.values import Values
 from inferc.ir.program import argument, dtype_name
 
-FEW_OF_EXPERT = 16  # choices of an expert, were all alike, up to which products go in tiles of so many rows
+# Products use tiles of this many rows as long as experts have at most this many choices each, on average.
+FEW_OF_EXPERT = 16
 
 
 def moe_routing(node: fx.Node, values: Values) -> Call:
@@ -23,7 +24,10 @@ def moe_routing(node: fx.Node, values: Values) -> Call:
     has_bias, bias = b.weight("bias_ptr", "bias"), b.arg("bias")
     source = moe_routing_source(
         (dtype_name(logits.dtype), dtype_name(logits.dtype if bias is None else bias.meta["val"].dtype)),
-        *(ROWS[ids.pool], logits.width, int(b.arg("top_k")), (logits.stride, ids.stride, weights.stride)),
+        ROWS[ids.pool],
+        logits.width,
+        int(b.arg("top_k")),
+        (logits.stride, ids.stride, weights.stride),
         str(b.arg("score")),
         has_bias=has_bias,
         renormalize=bool(b.arg("renormalize")),
@@ -38,7 +42,11 @@ def moe_experts(node: fx.Node, values: Values) -> tuple[Call, ...]:
 
 
 class _Experts:
-    """The launches of one node: sort the choices, multiply by gate and up, by down, add up what a token's experts made."""
+    """The launches of one mixture-of-experts node.
+
+    They sort the choices by expert, multiply by gate and up, multiply by down, and add up the results of each token's
+    experts.
+    """
 
     def __init__(self, node: fx.Node, values: Values) -> None:
         self.node, self.values = node, values
@@ -61,7 +69,7 @@ class _Experts:
         return (self._sort(), self._product("gate_up"), self._product("down"), self._sum())
 
     def _name(self, of: str) -> str:
-        """Of a buffer in scratch memory: one for all layers whose buffers are alike."""
+        """Return the name of a buffer in scratch memory, which all layers share whose buffers have the same size."""
         (size,) = self.scratch[of].values()
         return f"moe_{of}_{size}"
 

@@ -1,7 +1,7 @@
-"""What the products of a step launch, with what is done to their results: as calls.py has it for the other nodes.
+"""The launches of a step's matrix products, fused with what is done to their results.
 
-Each is launched in the fast order of addition, by tiles for its number of rows, or in the invariant one, by the same tiles
-for any number, so that a row's bits depend on it alone.
+Each product has a launch for either order of addition. In the fast order, the tiles depend on the number of rows. In
+the invariant order, the tiles are the same for any number of rows, so that the bits of a row depend on that row alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import fx
 
 from inferc.codegen.triton.aot.launch import FAST, INVARIANT
 from inferc.codegen.triton.aot.source import Source
-from inferc.codegen.triton.calls import ROWS, Builder, Call, Choice
+from inferc.codegen.triton.calls.builder import ROWS, Builder, Call, Choice
 from inferc.codegen.triton.kernels import rms_norm
 from inferc.codegen.triton.kernels.gemm import ROW_BOUNDS
 from inferc.codegen.triton.kernels.linear import linear
@@ -23,7 +23,7 @@ from inferc.codegen.triton.kernels.qkv_rope_kv_write import qkv_rope_kv_write
 from inferc.codegen.values import Operand, Values
 from inferc.ir.program import dtype_name
 
-INVARIANT_ROWS = 64  # of a tile
+INVARIANT_ROWS = 64  # rows of a tile in the invariant order
 Make = Callable[[int | None], Source]
 
 
@@ -59,7 +59,13 @@ def _linear(b: Builder, of: str, bias: str | None = None, residual: str | None =
     def source(up_to: int | None) -> Source:
         dtypes = dtype_name(x.dtype), dtype_name(out.dtype)
         return linear(
-            *(*dtypes, ROWS[out.pool], out.width, x.width, strides, has_bias, added is not None),
+            *dtypes,
+            ROWS[out.pool],
+            out.width,
+            x.width,
+            strides,
+            has_bias,
+            added is not None,
             up_to=up_to,
             int8=_is_int8(b),
             unaligned=b.unaligned(),
@@ -96,8 +102,16 @@ def qkv_rope_kv_write_(node: fx.Node, values: Values) -> tuple[Call, ...]:
 
     def source(up_to: int | None) -> Source:
         return qkv_rope_kv_write(
-            *(dtype_name(x.dtype), heads, int(cache.shape[4]), int(cache.shape[5]), table.width // 2),
-            *(str(b.arg("pairs")), x.width, (x.stride, table.stride, out.stride), layers, block_size),
+            dtype_name(x.dtype),
+            heads,
+            int(cache.shape[4]),
+            int(cache.shape[5]),
+            table.width // 2,
+            str(b.arg("pairs")),
+            x.width,
+            (x.stride, table.stride, out.stride),
+            layers,
+            block_size,
             has_bias=has_bias,
             up_to=up_to,
             int8=_is_int8(b),
@@ -121,7 +135,10 @@ def _in_both_orders(b: Builder, kernel: str, out: Operand, source: Make) -> tupl
 
 
 def invariant(make: Make, rows: str) -> Source:
-    """A product in the invariant order: the tiles for INVARIANT_ROWS, as many as the `rows` ("tokens", "rows") need."""
+    """Return a product for the invariant order: tiles made for INVARIANT_ROWS, as many as the rows need.
+
+    `rows` is the kind of rows: "tokens" or "rows".
+    """
     source = make(INVARIANT_ROWS)
     tiles, *_ = source.grid
     if not source.constants["FEW"]:

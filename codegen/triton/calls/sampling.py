@@ -1,4 +1,4 @@
-"""The launches around a step's own: ids that the step before sampled, and from logits to ids or scores."""
+"""The launches around a step's own: filling in the ids sampled by the step before, sampling and scoring."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ INPUTS = {
     "presence": "presence_penalty",
     "frequency": "frequency_penalty",
 }
-"""Arguments that are inputs of the step, and what these are called."""
+"""The kernels' arguments that are inputs of the step, and the names of these inputs."""
 STATE = ("last_ids", "count_table")
 OUTPUTS = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs", "argmax")
 SCRATCH = ("x", "tops", "first", "mass", "list_values", "list_ids")
 
 
 def scratch(vocab: int) -> dict[str, dict[str, int]]:
-    """Memory besides the logits, by name: bytes of each row that is sampled at a time."""
+    """Return the scratch memory besides the logits, by name: bytes for each row that is sampled at a time."""
     parts = -(-vocab // part_of(vocab))
     whole = 4 * list_stride(vocab)
     sizes = {
@@ -41,9 +41,10 @@ def scratch(vocab: int) -> dict[str, dict[str, int]]:
 
 
 def sampling_launches(vocab: int, logits: dict[str, Any]) -> dict[str, list[tuple[str, str, Source, dict[str, Any]]]]:
-    """(kernel, rows that it goes over, source, arguments) of what comes before a step, after its logits, and to score them.
+    """Return the launches before a step ("begin"), after its logits ("sample"), and to score logits ("score").
 
-    logits: where they lie, as an argument of `calls.Call`, and the `stride` of their rows.
+    Each launch is (kernel, what rows it goes over, source, arguments). `logits` says where the logits lie, as an
+    argument of `calls.Call`, and has the `stride` of their rows.
     """
     stride, x_stride = int(logits["stride"]), list_stride(vocab)
     at = {name: logits[name] for name in ("value", "offset", "column")}

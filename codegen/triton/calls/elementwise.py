@@ -1,24 +1,20 @@
-"""What each node of a step launches, of the ops that a dense Llama does without: as calls.py has those of the others."""
+"""The launches of embeddings, of element-wise ops and of views that are copied."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 
-from inferc.codegen.triton.aot.source import POINTERS
-from inferc.codegen.triton.calls import ROWS, Builder, Call
+from inferc.codegen.triton.aot.source import POINTERS, Source
+from inferc.codegen.triton.calls.builder import ROWS, Builder, Call
 from inferc.codegen.triton.kernels import (
     embedding_int8,
     gather_rows,
-    kv_write,
-    layer_norm,
     pointwise,
-    rms_norm,
-    rope_apply,
+    silu_mul,
 )
 from inferc.codegen.triton.kernels import resize_heads as resizing
 from inferc.codegen.values import Operand, Values
@@ -65,14 +61,23 @@ def _pointwise(b: Builder, inputs: Sequence[fx.Node], expression: str) -> Call:
         strides.append((row, inner if outer > 1 else 0, 1 if inner > 1 else 0))
     out = b.write("out_ptr")
     source = pointwise.pointwise(
-        *(expression, [dtype_name(each.meta["val"].dtype) for each in inputs], dtype_name(out.dtype), ROWS[out.pool]),
-        *((math.prod(sizes[:split]), math.prod(sizes[split:])), strides, out.stride, b.unaligned()),
+        expression,
+        [dtype_name(each.meta["val"].dtype) for each in inputs],
+        dtype_name(out.dtype),
+        ROWS[out.pool],
+        (math.prod(sizes[:split]), math.prod(sizes[split:])),
+        strides,
+        out.stride,
+        b.unaligned(),
     )
     return b.done("pointwise", out, source)
 
 
 def _input_stride(b: Builder, name: str, node: fx.Node) -> int:
-    """Place an input, and tell how far its rows lie apart: weights have one for all, inputs of the step one number each."""
+    """Place an input and return the distance of its rows, in elements.
+
+    It is 0 for a weight, which is the same for all rows, and 1 for an input of the step, which has one number per row.
+    """
     if node.op == "get_attr":
         b.arguments[name] = {"weight": str(node.target)}
         return 0
@@ -83,14 +88,20 @@ def _input_stride(b: Builder, name: str, node: fx.Node) -> int:
 
 
 def _row_shape(node: fx.Node, rank: int) -> list[int]:
-    """The sizes of one row, of as many axes as the result's have; a weight is the same for every row."""
+    """Return the sizes of one row of a node, padded with leading ones to `rank` axes.
+
+    A weight is the same for every row, so that all of its axes count.
+    """
     shape = list(node.meta["val"].shape)
     sizes = [int(size) for size in (shape if node.op == "get_attr" else shape[1:])]
     return [1] * (rank - len(sizes)) + sizes
 
 
 def split_of(sizes: list[int], shapes: list[list[int]]) -> int | None:
-    """Where the axes of a row divide, so that every input is whole or repeated on either side; None if nowhere."""
+    """Return the axis at which a row divides so that every input is whole or repeated on either side.
+
+    Returns None if there is no such axis.
+    """
     for split in range(len(sizes) + 1):
         sides = [(sizes[at], [shape[at] for shape in shapes]) for at in (slice(split), slice(split, None))]
         if all(part in (whole, [1] * len(whole)) for whole, parts in sides for part in parts):
@@ -99,7 +110,7 @@ def split_of(sizes: list[int], shapes: list[list[int]]) -> int | None:
 
 
 def embedding_by_position(node: fx.Node, values: Values) -> Call:
-    """`aten.embedding` by positions, which are wider than token ids."""
+    """Return the call of `aten.embedding` by positions, which are int64 where token ids are int32."""
     b = Builder(node, values)
     b.weight("table_ptr", "weight")
     b.input("index_ptr", "indices")
@@ -107,52 +118,6 @@ def embedding_by_position(node: fx.Node, values: Values) -> Call:
     source = gather_rows.gather_rows(dtype_name(out.dtype), ROWS[out.pool], out.width, out.width, out.stride)
     signature = {**source.signature, "index_ptr": POINTERS["int64"]}
     return b.done("gather_rows", out, replace(source, signature=signature))
-
-
-def layer_norm_(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
-    how = rms_norm.how_scaled(b.weight("weight_ptr", "weight"), round_before_scale=False)
-    return _norm_parts(b, "layer_norm", how, {"centers": True, "has_bias": b.weight("bias_ptr", "bias")})
-
-
-def rms_norm_heads(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
-    how = rms_norm.how_scaled(b.weight("weight_ptr", "weight"), bool(b.arg("round_before_scale")))
-    return _norm_parts(b, "rms_norm_heads", how, {"offset": float(b.arg("weight_offset"))})
-
-
-def rms_norm_of_sum(node: fx.Node, values: Values) -> Call:
-    """`inferc.rms_norm_add` whose second result, the sum, has no place: nothing reads it."""
-    b = Builder(node, values)
-    how = rms_norm.how_scaled(b.weight("weight_ptr", "weight"), bool(b.arg("round_before_scale")))
-    more = {"offset": float(b.arg("weight_offset")), "adds": True}
-    return _norm_parts(b, "rms_norm_of_sum", how, more, b.read("residual_ptr", "residual"))
-
-
-def _norm_parts(b: Builder, name: str, how: int, more: dict[str, Any], residual: Operand | None = None) -> Call:
-    x, out = b.read("x_ptr", "x"), b.write("out_ptr", None if residual is None else 0)
-    added = out if residual is None else residual
-    weight = b.arg("weight")
-    width = int(b.arg("x").meta["val"].shape[-1])
-    of_parts = weight is not None and weight.meta["val"].dim() > 1
-    source = layer_norm.norm_parts(
-        *(dtype_name(out.dtype), ROWS[out.pool], (out.width // width, width)),
-        *((x.stride, added.stride, out.stride, width if of_parts else 0), float(b.arg("eps")), how),
-        **more,
-        unaligned=b.unaligned(),
-    )
-    return b.done(name, out, source)
-
-
-def rope(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
-    x, table, out = b.read("x_ptr", "x"), b.read("table_ptr", "table"), b.write("out_ptr")
-    _, heads, dim = node.meta["val"].shape
-    source = rope_apply.rope_apply(
-        *(dtype_name(out.dtype), ROWS[out.pool], int(heads), int(dim), table.width // 2, str(b.arg("pairs"))),
-        *((x.stride, table.stride, out.stride), b.unaligned()),
-    )
-    return b.done("rope", out, source)
 
 
 def resize_heads(node: fx.Node, values: Values) -> Call:
@@ -164,18 +129,6 @@ def resize_heads(node: fx.Node, values: Values) -> Call:
     return b.done("resize_heads", out, source)
 
 
-def kv_write_(node: fx.Node, values: Values) -> Call:
-    b = Builder(node, values)
-    k, v = b.read("k_ptr", "k"), b.read("v_ptr", "v")
-    layers, block_size = b.cache("cache_ptr")
-    b.input("slots_ptr", "slot_mapping")
-    _, kv_heads, dim = b.arg("k").meta["val"].shape
-    source = kv_write.kv_write(
-        *(dtype_name(k.dtype), int(kv_heads), int(dim), (k.stride, v.stride), layers, block_size, b.unaligned()),
-    )
-    return b.done("kv_write", k, source)
-
-
 def embedding_int8_(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     b.weight("table_ptr", "weight")
@@ -185,3 +138,30 @@ def embedding_int8_(node: fx.Node, values: Values) -> Call:
     index = dtype_name(b.arg("indices").meta["val"].dtype)
     source = embedding_int8.embedding_int8(dtype_name(out.dtype), index, ROWS[out.pool], out.width, out.stride)
     return b.done("embedding_int8", out, source)
+
+
+def embedding(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    b.weight("table_ptr", "weight")
+    b.input("index_ptr", "indices")
+    out = b.write("out_ptr")
+    return b.done("gather_rows", out, _gather(out, out.width))
+
+
+def index_select(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    table, out = b.read("table_ptr", "self"), b.write("out_ptr")
+    b.input("index_ptr", "index")
+    return b.done("gather_rows", out, _gather(out, table.stride))
+
+
+def _gather(out: Operand, table_stride: int) -> Source:
+    return gather_rows.gather_rows(dtype_name(out.dtype), ROWS[out.pool], out.width, table_stride, out.stride)
+
+
+def silu_mul_(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    gate, up, out = b.read("gate_ptr", "gate"), b.read("up_ptr", "up"), b.write("out_ptr")
+    strides = (gate.stride, up.stride, out.stride)
+    source = silu_mul.silu_mul(dtype_name(out.dtype), ROWS[out.pool], out.width, strides, b.unaligned())
+    return b.done("silu_mul", out, source)
