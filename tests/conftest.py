@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pairwise
 import pytest
 from random_models import make_random_model
 
@@ -39,6 +40,24 @@ if find_spec("hypothesis"):  # where it is not, tests of properties are skipped
 # inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+FEW_CASES = 12  # a test with no more cases is run whole
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to `make test-all` the cases of tests with many parameters that add no new pair of their values."""
+    tests: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        is_left_out = any(item.get_closest_marker(name) for name in ("slow", "gpu"))
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not is_left_out:
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        if len(cases) > FEW_CASES:
+            chosen = set(pairwise.choose([{k: repr(v) for k, v in case.callspec.params.items()} for case in cases]))
+            for index, case in enumerate(cases):
+                if index not in chosen:
+                    case.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,4 +1,7 @@
-"""The header kernels as fixtures, built for each instruction set and storage type; AArch64's run in an emulator."""
+"""The header kernels as fixtures, built for each instruction set and storage type.
+
+Those of AArch64 run in an emulator, in the slow tests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ EMULATED_TOO = pytest.param(EMULATED, marks=[pytest.mark.slow] * ("amx" in ISAS)
 
 @pytest.fixture(
     scope="module",
-    params=(*ISAS, *(EMULATED_TOO,) * ("avx512" in ISAS), *(pytest.param(isa, marks=needs_arm) for isa in ARM_ISAS)),
+    params=(
+        *ISAS,
+        *(EMULATED_TOO,) * ("avx512" in ISAS),
+        *(pytest.param(isa, marks=[*needs_arm, pytest.mark.slow]) for isa in ARM_ISAS),
+    ),
 )
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     made = ArmKernels(request.param) if request.param in ARM_ISAS else Kernels(request.param)
@@ -46,26 +53,6 @@ def is_long(item: pytest.Function) -> bool:
     return item.originalname in NOT_EMULATED or large or ("mask" in params and not once)
 
 
-SLOW_FOR_BF16 = {
-    "test_a_row_with_alibi_does_not_either",
-    "test_a_row_does_not_depend_on_batch_or_chunks",
-    "test_no_cut_changes_a_bit",
-}
-
-
-def is_slow(item: pytest.Function) -> bool:
-    """Tell whether a test on neon_bf16 or on 512 rows is slow and adds nothing.
-
-    Sampling for neon_bf16 is that of neon, in float32; 512 rows are cut in two on tiles alone; and what takes an
-    emulator seconds for neon_bf16 is quick for neon.
-    """
-    params: dict[str, Any] = item.callspec.params
-    is_neon_bf16 = params["kernels"] == "neon_bf16"
-    sampling = item.path.name == "test_sample.py" and is_neon_bf16
-    longer = is_neon_bf16 and item.originalname in SLOW_FOR_BF16
-    return bool(sampling or longer or (params.get("rows", 0) > 512 and params.get("n", 0) > 128))
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In float32 the library with emulated tiles would be that of avx512, and neon_bf16 adds as neon does."""
@@ -76,8 +63,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         isa, dtype = (item.callspec.params.get(name) for name in ("kernels", "dtype"))
         if isa in ARM_ISAS and is_long(item):
             return False
-        if isa in ARM_ISAS and is_slow(item):
-            item.add_marker(pytest.mark.slow)
         return isa not in (EMULATED, "neon_bf16") or dtype != torch.float32
 
     items[:] = [item for item in items if is_new(item)]
