@@ -203,7 +203,7 @@ class OffloadManager:
         is_same = pool.generation[copy.block] == copy.generation
         if done.failure is not None:
             if not self.is_paused:
-                log.warning("nothing is stored in the lower tier of the KV cache for a while: %s", done.failure)
+                log.warning("nothing is stored in the offload tier of the KV cache for a while: %s", done.failure)
             self._paused_until = self._clock() + PAUSE
         elif is_same and copy.name not in stored.block_of:
             stored.cache_block(copy.below, copy.name, pool.kept.priority_of.get(copy.block, 0))

@@ -53,7 +53,7 @@ class SchedulerConfig:
                 f"without chunked prefill max_num_batched_tokens {self.max_num_batched_tokens} must be at least"
                 f" max_model_len {self.max_model_len}; raise it, or turn chunked prefill on"
             )
-        assert self.prefix_cache or not self.num_offloaded, "what lies in the lower tier is found by the prefix cache"
+        assert self.prefix_cache or not self.num_offloaded, "what lies in the offload tier is found by the prefix cache"
         if min(self.num_blocks) < 2:
             raise ConfigError(f"the KV cache has {min(self.num_blocks)} blocks; it needs 2 or more, raise --kv-memory")
 

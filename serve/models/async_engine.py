@@ -228,7 +228,7 @@ class AsyncEngine:
         if self._num_sequences + num_sequences > self._max_sequences:
             self.metrics.refused("queue_full")
             raise QueueFull(
-                f"{self._num_sequences} sequences are running or waiting, and {self._max_sequences} are let in; try"
+                f"{self._num_sequences} sequences are running or waiting, and {self._max_sequences} are admitted; try"
                 " again later"
             )
         if num_listed > MAX_LISTED:
@@ -242,7 +242,7 @@ class AsyncEngine:
             raise QueueFull(
                 f"the parameters of what is running or waiting have {self._num_listed} token ids in lists, and"
                 f" {MAX_LISTED} are"
-                " let in; try again later"
+                " admitted; try again later"
             )
         limits = [limit for limit in (within, self._max_queue_seconds) if limit is not None]
         num_running = self._num_sequences - self.queue.num_waiting

@@ -128,7 +128,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inferc_request_queue_seconds",
         "histogram",
-        "From a request's arrival at the engine until it was let in.",
+        "From a request's arrival at the engine until it was admitted.",
         histogram=lambda known: known.model.engine.metrics.queue,
         vllm="request_queue_time_seconds",
     ),
@@ -217,7 +217,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inferc_sequences_waiting",
         "gauge",
-        "Sequences that wait to be let in.",
+        "Sequences that wait for admission.",
         _one(lambda known: known.stats.num_waiting),
         vllm="num_requests_waiting",
     ),
@@ -256,7 +256,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inferc_prefix_cache_queried_tokens_total",
         "counter",
-        "Prompt tokens of sequences that were let in.",
+        "Prompt tokens of sequences that were admitted.",
         _one(lambda known: known.stats.admitted_tokens),
         vllm="prefix_cache_queries_total",
     ),

@@ -1,4 +1,4 @@
-"""A lower tier of the KV cache without files: copies are made at random times, and stored blocks outlive the engine."""
+"""An offload tier of the KV cache without files: copies are made at random times, and stored blocks outlive the engine."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class CudaRunner:
     - owns_driver: close the driver at the end.
     - poison: fill memory with NaN first, so that tests notice reads of memory never written.
     - place_weights: writes the weights from an address on, in place of copying the artifact's.
-    - lower: host memory with the blocks of the KV cache's lower tier, per group [blocks, bytes of a block].
+    - lower: host memory with the blocks of the KV cache's offload tier, per group [blocks, bytes of a block].
     - engines: compute the artifact's segments; once the runner is made, it owns them.
 
     Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError if its memory is too small.

@@ -1,4 +1,4 @@
-"""The copies of KV blocks between a GPU and the lower tier in host memory, in the device's layout."""
+"""The copies of KV blocks between a GPU and the offload tier in host memory, in the device's layout."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BUFFERS = 32  # blocks in transit to the device; one more waits until the first 
 
 
 class TierCopies:
-    """The copies between the device's pools and the lower tier.
+    """The copies between the device's pools and the offload tier.
 
     - pools: the device addresses of each KV group's blocks.
     - block_bytes, num_blocks: the size of a block and the number of blocks per group.
-    - lower: the lower tier's blocks per group, [blocks, block_bytes], numbered after the device's.
+    - lower: the offload tier's blocks per group, [blocks, block_bytes], numbered after the device's.
 
     Copies up to the device go to the runner's stream, so whatever is given to the stream after them finds the blocks.
     Copies down go to a stream of their own, and are requested by a single thread.
@@ -42,7 +42,7 @@ class TierCopies:
         self._beside: tuple[c_void_p, NDArray[np.uint8]] | None = None
 
     def up(self, raised: Sequence[Copies]) -> None:
-        """Copy blocks of the lower tier to the device, per group."""
+        """Copy blocks of the offload tier to the device, per group."""
         for group, copies in enumerate(raised):
             size, pool, first = self._block_bytes[group], self._pools[group], self._num_blocks[group]
             for source, target in zip(copies.source.tolist(), copies.target.tolist(), strict=True):

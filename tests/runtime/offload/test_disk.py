@@ -1,4 +1,4 @@
-"""The files of the KV cache's lower tier: what a later run finds, and what it does not trust."""
+"""The files of the KV cache's offload tier: what a later run finds, and what it does not trust."""
 
 from __future__ import annotations
 

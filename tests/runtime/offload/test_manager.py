@@ -1,4 +1,4 @@
-"""The lower tier of the KV cache: what is copied there, found there, and read from there by sequences that run."""
+"""The offload tier of the KV cache: what is copied there, found there, and read from there by sequences that run."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Who is let in first, who gives way and who is refused, under each policy."""
+"""Who is admitted first, who gives way and who is refused, under each policy."""
 
 from collections.abc import Callable, Iterator
 

@@ -477,7 +477,7 @@ def test_a_connection_that_is_closed_gives_its_place_back() -> None:
 
 
 def test_beyond_the_places_there_are_none_but_for_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others come for those that were let in for health alone, they come in their place and not beside them."""
+    """Where others come for those that were admitted for health alone, they come in their place and not beside them."""
     monkeypatch.setattr(connections, "HEALTH_PLACES", 1)
     places = Connections(2, lambda message: None)
     with Pairs(places) as pair:

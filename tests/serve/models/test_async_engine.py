@@ -247,7 +247,7 @@ def test_ids_are_unique_and_the_queue_is_bounded_by_sequences() -> None:
         engine.open([1], SamplingParams(), "a")
         with pytest.raises(RequestIdInUse):
             engine.open([1], SamplingParams(), "a")
-        with pytest.raises(QueueFull, match="1 sequences are running or waiting, and 4 are let in; try again later"):
+        with pytest.raises(QueueFull, match="1 sequences are running or waiting, and 4 are admitted; try again later"):
             engine.open([1], SamplingParams(n=4))
         with pytest.raises(
             RequestError, match="found 5 sequences .prompts times n., and the server lets in 4; send fewer"
@@ -272,7 +272,7 @@ def test_token_ids_in_parameters_are_bounded_over_all_requests(monkeypatch: pyte
         ):
             engine.check_open(3, num_listed=3 * params.num_listed)
         streams = [engine.open([1], params) for _ in range(2)]
-        with pytest.raises(QueueFull, match="have 10 token ids in lists, and 10 are let in; try again later"):
+        with pytest.raises(QueueFull, match="have 10 token ids in lists, and 10 are admitted; try again later"):
             engine.open([1], params)
         engine.open([1], SamplingParams())
         streams[0].close()

@@ -1,4 +1,4 @@
-"""The KV cache's lower tier with a GPU: blocks come down beside the steps, and steps copy up what they need."""
+"""The KV cache's offload tier with a GPU: blocks come down beside the steps, and steps copy up what they need."""
 
 from pathlib import Path
 from typing import Any
