@@ -18,8 +18,7 @@ from inferc.compiler.build import compile
 from inferc.config import CompileConfig, Quantize
 from inferc.errors import ConfigError, InfercError, UnsupportedError
 from inferc.runtime.artifact.load import inspect_artifact, load_artifact
-from inferc.runtime.engine import load
-from inferc.runtime.runners.cuda.driver import Driver
+from inferc.runtime.runners.cuda import driver
 from inferc.runtime.runners.dense import onnxruntime as onnx_model
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
@@ -32,7 +31,7 @@ PROMPTS = [[(7 + 13 * i * i + length) % 500 + 4 for i in range(length)] for leng
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A driver without a GPU, in whose memory onnxruntime's CPU kernels find K and V."""
     fake = FakeCuda(capability=(8, 6))
-    monkeypatch.setattr(load, "_open_driver", lambda: Driver(library=fake))
+    monkeypatch.setattr(driver, "open_library", lambda: fake)
     monkeypatch.setattr(onnx_model, "CUDA", onnx_model.CPU)
     yield fake
     fake.check()

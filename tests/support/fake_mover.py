@@ -1,4 +1,4 @@
-"""An offload tier of the KV cache without files: copies are made at random times, and stored blocks outlive the engine."""
+"""A KV cache offload tier without files: copies are made at random times, and stored blocks outlive the engine."""
 
 from __future__ import annotations
 

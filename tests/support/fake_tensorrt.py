@@ -26,8 +26,7 @@ from tensorrt_network import Evaluated
 from inferc.codegen.tensorrt import emit
 from inferc.codegen.tensorrt.adapter import Building, Shapes
 from inferc.codegen.tensorrt.network import TensorRTNetwork
-from inferc.runtime.engine import load
-from inferc.runtime.runners.cuda.driver import Driver
+from inferc.runtime.runners.cuda import driver
 
 ALIGNMENT = 256
 CONTEXT_BYTES = 1 << 16
@@ -226,7 +225,7 @@ def on_fake_gpu(
     """
     cuda = FakeCuda(folder, capability=capability)
     fake = FakeTensorRT(known, cuda)
-    opened = mock.patch.object(load, "_open_driver", lambda: Driver(library=cuda))
+    opened = mock.patch.object(driver, "open_library", lambda: cuda)
     with mock.patch.dict(sys.modules, {"tensorrt_rtx": fake}), opened:
         yield fake
     cuda.check()
