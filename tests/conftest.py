@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             tests.setdefault((item.path, item.originalname), []).append(item)
     for cases in tests.values():
         if len(cases) > FEW_CASES:
-            chosen = set(pairwise.choose([{k: repr(v) for k, v in case.callspec.params.items()} for case in cases]))
+            chosen = set(pairwise.choose([case.callspec.params for case in cases]))
             for index, case in enumerate(cases):
                 if index not in chosen:
                     case.add_marker(pytest.mark.slow)
