@@ -190,7 +190,7 @@ def test_many_wrong_fields_are_told(lab: Lab, data: st.DataObject) -> None:
             r"engine.json is not of the format: programs\[0\].tp_rank: expected int",
         ),
         ("engine.json", ("programs",), {}, "programs: expected array, got object"),
-        ("engine.json", ("targets", 0), "", r"targets\[0\]: found '', expected one of cpu, reference"),
+        ("engine.json", ("targets", 0), "", r"targets\[0\]: unknown target ''; expected one of cpu, cuda"),
         ("engine.json", ("programs",), [], "programs: expected array of length >= 1"),
         ("engine.json", ("files",), [], "files: expected object, got array"),
         ("engine.json", ("model", "vocab_size"), DROP, "model: object missing required field vocab_size"),
