@@ -235,7 +235,7 @@ class Failing:
         self.num_pieces, self.is_closed = num_pieces, False
         self._num_likely = num_likely
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, int, Delta], None]:
+    async def deltas(self) -> AsyncGenerator[tuple[int, int, Delta], None]:
         for number in range(self.num_pieces):
             yield 0, 0, Delta(0, f"{number} ", [5], None, [])
         raise EngineUnavailable("the engine died of \ud800")
