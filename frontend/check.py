@@ -342,8 +342,7 @@ def _check_positions(model: Any, where: str) -> None:
     if _relative(_run_eager(model, token_ids, torch.arange(4)[None]), own) > TOLERANCE:
         raise ExportError(
             f"{where}: with position_ids from {first_position(model.config)} on the model gives other logits than with"
-            " none;"
-            " expected a model whose positions count tokens"
+            " none; expected a model whose positions count tokens"
         )
 
 

@@ -36,10 +36,6 @@ class Layout:
     def rest(self) -> list[int]:
         return [axis for axis in range(int(self.batched), self.rank) if axis != self.token_axis]
 
-    @property
-    def tokens_first(self) -> bool:
-        return self.token_axis == int(self.batched)
-
     def new_axis(self, axis: int) -> int:
         """Return where a captured axis of the rest lies in the flattened value, counted from the end."""
         return self.rest.index(axis % self.rank) - len(self.rest)

@@ -283,10 +283,9 @@ class KVCacheManager:
 
         `position` is the first that the next step will compute, and the block table of that step has no freed block.
         The step in flight may still read freed blocks, through its own copy of the table. Another sequence can
-        nevertheless get them at
-        once: it writes into them in the next step at the earliest, and a step begins when the one before it is done
-        (`Runner`). No query ever comes back to an earlier position, because a preempted sequence begins again from
-        nothing.
+        nevertheless get them at once: it writes into them in the next step at the earliest, and a step begins when the
+        one before it is done (`Runner`). No query ever comes back to an earlier position, because a preempted sequence
+        begins again from nothing.
         """
         for group in self.groups:
             if count := group.free_outside_window(slot, position):

@@ -55,10 +55,10 @@ class AdmissionPolicy:
         """Return whether steps with one more sequence are short enough for all sequences that decode."""
         return True
 
-    def limit(self, budget: int, decoding: I64, begun: I64) -> int:
-        """Return the token budget of a step beside the tokens that the slots `decoding` decode.
+    def limit(self, budget: int, num_new: I64) -> int:
+        """Return the token budget of a step beside its decodes.
 
-        begun: the slots whose prompt is partly computed.
+        num_new: [num_slots] 1 for each slot that decodes, else 0.
         """
         return budget
 
@@ -85,10 +85,13 @@ class TimedAdmission(AdmissionPolicy):
             return True
         return self._forecast.has_time(self._batch.decode_work(slots), len(seq.token_ids), seconds)
 
-    def limit(self, budget: int, decoding: I64, begun: I64) -> int:
+    def limit(self, budget: int, num_new: I64) -> int:
         """Limit the prompt tokens to those that the decoding sequences have time for."""
+        slots = self._batch.order
+        decodes = num_new[slots] > 0
+        decoding = slots[decodes]
         if not self._config.chunked_prefill or (seconds := self.step_seconds(decoding)) == np.inf:
             return budget
-        start = int(self._batch.num_computed[begun].max(initial=0))
+        start = int(self._batch.num_computed[slots[~decodes]].max(initial=0))
         most = self._forecast.cost.most_tokens(self._batch.decode_work(decoding), seconds, start)
         return min(budget, max(LEAST_CHUNK, most))

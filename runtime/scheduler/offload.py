@@ -14,12 +14,21 @@ class NoOffload:
     """The offload tier of a cache without one: nothing is stored, nothing is found, and no sequence waits."""
 
     manager: OffloadManager | None = None
-    is_busy = False
-    """Whether blocks are being copied between tiers, or are about to be."""
-    num_waiting = 0
-    """The number of sequences that wait for blocks that an earlier run left."""
-    are_blocks_coming = False
-    """Whether blocks of the arena will become free when their copies are done."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether blocks are being copied between tiers, or are about to be."""
+        return False
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of sequences that wait for blocks that an earlier run left."""
+        return 0
+
+    @property
+    def are_blocks_coming(self) -> bool:
+        """Whether blocks of the arena will become free when their copies are done."""
+        return False
 
     def keeps_waiting(self, seq: Sequence) -> bool:
         """Return whether a new sequence must wait until the blocks that an earlier run left of it are verified.
@@ -73,15 +82,15 @@ class Offload(NoOffload):
         self._in_place, self._tokens = config.offload_in_place, config.max_num_batched_tokens
 
     @property
-    def is_busy(self) -> bool:  # type: ignore[override]
+    def is_busy(self) -> bool:
         return self.manager.is_busy
 
     @property
-    def num_waiting(self) -> int:  # type: ignore[override]
+    def num_waiting(self) -> int:
         return self.manager.num_fetching
 
     @property
-    def are_blocks_coming(self) -> bool:  # type: ignore[override]
+    def are_blocks_coming(self) -> bool:
         return self.manager.are_blocks_coming
 
     def keeps_waiting(self, seq: Sequence) -> bool:

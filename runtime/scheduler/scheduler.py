@@ -149,7 +149,7 @@ class Scheduler:
         self._order_by_policy()
         preemptions = self.num_preemptions
         self._schedule_decodes()
-        self._limit_budget()
+        self._budget = self._admission.limit(self._budget, self._num_new)
         self._schedule_prefills()
         if self.num_preemptions == preemptions and not self.hold:
             self._admit()
@@ -233,12 +233,6 @@ class Scheduler:
             if batch.free_slots and self._admission.has_time(seq) and self._has_room(seq, self.prefixes.find(seq)):
                 return
             self._preempt(victim.slot)
-
-    def _limit_budget(self) -> None:
-        """Limit the prompt tokens to those that admission has time for beside the decodes."""
-        slots = self.batch.order
-        decodes = self._num_new[slots] > 0
-        self._budget = self._admission.limit(self._budget, slots[decodes], slots[~decodes])
 
     def _schedule_decodes(self) -> None:
         batch, slots = self.batch, self.batch.order

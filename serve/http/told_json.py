@@ -108,8 +108,7 @@ def check_told(request: OpenAIRequest, top: int | None, num_tokens: int, num_cha
     if num_characters * times > MAX_CHARACTERS:
         raise RequestError(
             f"prompt: the answer would echo {num_characters * times} characters, those of each choice counted, and at"
-            " most"
-            f" {MAX_CHARACTERS} are echoed at once; ask for fewer prompts or choices (n)"
+            f" most {MAX_CHARACTERS} are echoed at once; ask for fewer prompts or choices (n)"
         )
     return entries
 
@@ -128,8 +127,7 @@ def check_likely(num_entries: int, streams: Iterable[Stream]) -> None:
     if num_entries > MAX_ENTRIES:
         error = RequestError(
             f"logprobs: the answer has come to tell {num_entries} tokens and likely tokens, and at most {MAX_ENTRIES}"
-            " are"
-            " told at once; ask for fewer choices (n), tokens (max_tokens) or likely ones, or for a stream of a"
+            " are told at once; ask for fewer choices (n), tokens (max_tokens) or likely ones, or for a stream of a"
             " completion"
         )
         for stream in streams:

@@ -127,8 +127,7 @@ class KvEventLog:
             if not first <= start <= self._end:
                 raise BatchesGone(
                     f"KV events from {start} on are not here: kept are {first} to {self._end - 1}, and {self._end}"
-                    " comes"
-                    " next; forget what you know of this server, and subscribe again"
+                    " comes next; forget what you know of this server, and subscribe again"
                 )
             end = min(start + limit, self._end)
             return [self._kept[index] for index in range(start - first, end - first)]

@@ -234,15 +234,13 @@ class AsyncEngine:
         if num_listed > MAX_LISTED:
             raise RequestError(
                 f"prompt: the parameters have {num_listed} token ids in lists, those of each prompt counted, and at"
-                " most"
-                f" {MAX_LISTED} are allowed; send fewer prompts at once"
+                f" most {MAX_LISTED} are allowed; send fewer prompts at once"
             )
         if self._num_listed + num_listed > MAX_LISTED:
             self.metrics.refused("queue_full")
             raise QueueFull(
                 f"the parameters of what is running or waiting have {self._num_listed} token ids in lists, and"
-                f" {MAX_LISTED} are"
-                " admitted; try again later"
+                f" {MAX_LISTED} are admitted; try again later"
             )
         limits = [limit for limit in (within, self._max_queue_seconds) if limit is not None]
         num_running = self._num_sequences - self.queue.num_waiting

@@ -121,8 +121,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "inferc_request_prepare_seconds",
         "histogram",
         "From a request's arrival until it went to the engine: its body read, its prompt tokenized, and scored where"
-        " that was"
-        " asked for.",
+        " that was asked for.",
         histogram=lambda known: known.model.engine.metrics.prepare,
     ),
     MetricSpec(

@@ -81,8 +81,7 @@ def _ties(tuned: Tuned) -> str:
     same = sum(row.does_as(own) for row in tuned.rows[1:])
     return (
         f"{len(tuned.rows)} candidates were simulated, of which {same} do as the default does: the simulation cannot"
-        " tell them"
-        f" apart, so they were not measured; {NOT_SIMULATED}"
+        f" tell them apart, so they were not measured; {NOT_SIMULATED}"
     )
 
 
