@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import triton
 import triton.language as tl
 from make_model import SHAPES
 from transformers import AutoConfig
 
 from inferc.backends.lower import LowerConfig, lower
+from inferc.codegen.artifact_writer import program_json
 from inferc.codegen.triton.aot.build import build
 from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.code import write_code
@@ -24,11 +26,11 @@ from inferc.codegen.triton.emit import CudaStep, emit
 from inferc.config import EngineConfig, ResolvedEngineConfig
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import from_config
-from inferc.ir import program as program_lib
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import Program, dtype_name
 from inferc.kv_groups import cache_groups
-from inferc.manifest import StoredWeight
+from inferc.manifest_types import KvGroup, StoredWeight
+from inferc.manifest_types import Program as StoredProgram
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.measure.bench import used_by_token
@@ -78,12 +80,12 @@ class RandomModel:
     """
 
     path: Path
-    program: dict[str, Any]
-    entry: dict[str, Any]
+    program: StoredProgram
+    cubins: dict[str, str]
     contents: dict[str, bytes]
     weights: Sequence[StoredWeight]
-    model: dict[str, Any]
-    kv_groups: list[dict[str, Any]]
+    vocab_size: int
+    kv_groups: list[KvGroup]
     block_size: int
     max_model_len: int
     kv_bytes_per_token: int
@@ -130,7 +132,7 @@ class RandomModel:
         )
         available = kv_available(self, config, groups, driver.memory_info()[0], driver.name)
         resolved: ResolvedEngineConfig = config.resolve(self.max_model_len, self.block_size, groups, available, "cuda")
-        return CudaRunner(self, resolved, driver, place_weights=self.place_weights), resolved
+        return CudaRunner(self, resolved, driver, self.place_weights), resolved
 
     def engine(self, driver: Driver, seqs: int, tokens: int, max_tokens: int, deterministic: bool = False) -> Engine:
         """Return an engine for `seqs` concurrent sequences of up to `max_tokens` tokens."""
@@ -146,7 +148,7 @@ class RandomModel:
             groups=cache_groups(self.kv_groups),
             chunked_prefill=True,
         )
-        return Engine(runner, ModelLimits(int(self.model["vocab_size"]), self.max_model_len), sizes, True)
+        return Engine(runner, ModelLimits(self.vocab_size, self.max_model_len), sizes, True)
 
 
 def _range_of(weight: StoredWeight) -> tuple[float, float]:
@@ -195,7 +197,6 @@ def random_model(
     step = emit(program, plan.values)
     contents: dict[str, bytes] = {}
     folders, _ = write_code(step, [arch], contents.__setitem__, lambda done, total: None, with_ptx=False)
-    graph = program_lib.to_json(program)
     sizes = [of.bytes_per_token for of in program.kv_groups]
     weights, stored = [], {each: index for index, each in enumerate(program.weights.values())}
     for name, weight in program.weights.items():
@@ -203,17 +204,22 @@ def random_model(
         size = math.prod(physical) * weight.dtype.itemsize
         dtype_of = dtype_name(weight.dtype)
         weights.append(StoredWeight(name, "", stored[weight], size, dtype_of, weight.shape, physical, ""))
+    data = program_json(program, plan.to_json(), step.program_json_fields, weights)
+    groups = [
+        {**group, "bytes_per_token": size} for group, size in zip(data["program"]["kv_groups"], sizes, strict=True)
+    ]
+    stored_program = msgspec.convert(data, StoredProgram)
     return RandomModel(
         path=Path("random"),
-        program={**step.program_json_fields, "memory_plan": plan.to_json()},
-        entry={"cubins": folders},
+        program=stored_program,
+        cubins=folders,
         contents=contents,
         weights=weights,
-        model={"vocab_size": config.vocab_size},
-        kv_groups=[{**group, "bytes_per_token": size} for group, size in zip(graph["kv_groups"], sizes, strict=True)],
+        vocab_size=config.vocab_size,
+        kv_groups=msgspec.convert(groups, list[KvGroup]),
         block_size=program.block_size,
         max_model_len=max_model_len,
         kv_bytes_per_token=sum(sizes),
         arch=arch,
-        read_bytes=used_by_token(graph["nodes"], weights)[0],
+        read_bytes=used_by_token(stored_program.program.nodes, weights)[0],
     )

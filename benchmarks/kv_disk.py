@@ -36,7 +36,7 @@ from rich.console import Console
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig, available_cores
 from inferc.cost.machine import measure_read
-from inferc.runtime.artifact.load import inspect_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
 from inferc.runtime.engine.engine import Engine, Outputs
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.step.sampling_params import SamplingParams

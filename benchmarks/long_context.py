@@ -95,7 +95,7 @@ def second_turn(engine: Engine, history: list[int], seed: int) -> tuple[float, i
 def measure(path: Path, num_tokens: int, turns: int) -> dict[str, Any]:
     """Measure both turns in this process, which should have loaded nothing else."""
     artifact = load_artifact(path)
-    vocab_size = int(artifact.model["vocab_size"])
+    vocab_size = artifact.vocab_size
     prompt = np.random.default_rng(0).integers(10, vocab_size, num_tokens).tolist()
     before = resident()
     cost, threads = model_cost(artifact), available_cores()

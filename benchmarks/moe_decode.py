@@ -34,6 +34,7 @@ from inferc.config import available_cores
 from inferc.cost.formulas import CostLog, Step
 from inferc.cost.machine import measure_read
 from inferc.manifest import COSTS
+from inferc.manifest_types import Observable
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
@@ -83,8 +84,8 @@ class Routing:
         self.names = routed_values(artifact)
         self.counts: dict[int, list[int]] = defaultdict(list)
 
-    def observe(self, entry: dict[str, Any], layer: int, rows: Any) -> None:
-        if entry["name"] in self.names:
+    def observe(self, entry: Observable, layer: int, rows: Any) -> None:
+        if entry.name in self.names:
             self.counts[layer].append(len(np.unique(rows)))
 
     def per_step(self) -> float:
@@ -134,10 +135,10 @@ def bytes_of_step(artifact: Artifact, context: int, batch: int, experts_touched:
         weights = count * step.evaluate(op.weights)
         total += weights + count * (step.evaluate(op.cache) + step.evaluate(op.activations))
         experts += weights if op.op == "inferc.moe_experts" else 0.0
-    nodes = artifact.program["program"]["nodes"]
-    layer = next(node for node in nodes if node.get("target") == "inferc.moe_experts")
-    read = {arg["node"] for arg in layer["args"] if isinstance(arg, dict) and "node" in arg}
-    names = {node["target"] for node in nodes if node["op"] == "get_attr" and node["id"] in read}
+    nodes = artifact.program.program.nodes
+    layer = next(node for node in nodes if node.target == "inferc.moe_experts")
+    read = {arg["node"] for arg in layer.args if isinstance(arg, dict) and "node" in arg}
+    names = {node.target for node in nodes if node.op == "get_attr" and node.id in read}
     stored = [weight for weight in artifact.weights if weight.name in names]
     of_one = sum(weight.num_bytes / weight.shape[0] for weight in stored)
     return total, total - experts + experts_touched * of_one

@@ -54,7 +54,7 @@ def compare(
     artifact = load_artifact(path)
     engine = load_engine(artifact, tap=tuple(names), max_num_seqs=requests, num_threads=threads, prefix_cache=False)
     generator = np.random.default_rng(0)
-    vocab_size = int(artifact.model["vocab_size"])
+    vocab_size = artifact.vocab_size
     runs: list[tuple[float, float]] = []
     try:
         for _ in range(turns + 1):

@@ -22,7 +22,7 @@ from measured import ROOT, save
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig, available_cores
 from inferc.cost.machine import measure_read
-from inferc.runtime.artifact.load import inspect_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
 from inferc.targets import find_spec
 
 TARGETS = ("tensorrt", "tensorrt-paged")

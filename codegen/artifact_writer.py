@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -34,11 +35,11 @@ from inferc.manifest import (
     PROGRAM,
     STORED_DTYPES,
     ChunkDigests,
-    StoredWeight,
     align,
     json_bytes,
     seal_manifest,
 )
+from inferc.manifest_types import FileEntry, StoredWeight
 
 log = logging.getLogger(__name__)
 
@@ -174,20 +175,20 @@ class ArtifactWriter:
 
     folder: OutputFolder
     allow_broken: bool = False
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
     weights: list[StoredWeight] = field(default_factory=list)
 
     def add(self, name: str, data: bytes) -> None:
         """Write a file whose digest readers check as a whole before use."""
         self._write(name, data)
-        self.files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        self.files[name] = FileEntry(len(data), sha256=hashlib.sha256(data).hexdigest())
 
     def add_mapped(self, name: str, data: memoryview) -> None:
         """Write a large file that readers map and check one chunk at a time, as they do the weights."""
         digests = ChunkDigests()
         digests.update(data)
         self._write(name, data)
-        self.files[name] = {"bytes": len(data), "xxh3_128": digests.finish()}
+        self.files[name] = FileEntry(len(data), xxh3_128=digests.finish())
 
     def drop_weights(self) -> None:
         """Delete the files of the weights, whose contents another file of the artifact now holds."""
@@ -256,7 +257,7 @@ class ArtifactWriter:
                 put(memoryview(bytes(align(end) - end)))
                 if broken:
                     self._report_broken(tensor, broken, reader)
-        self.files[file.name] = {"bytes": digests.num_bytes, "xxh3_128": digests.finish()}
+        self.files[file.name] = FileEntry(digests.num_bytes, xxh3_128=digests.finish())
 
     def _report_broken(self, tensor: PlacedTensor, count: int, reader: TensorReader) -> None:
         """Raise ArtifactError, or with `allow_broken` warn, for a weight with numbers that are NaN or infinite.
@@ -290,21 +291,37 @@ class ArtifactWriter:
         target_fields: the fields that the target's runner needs in addition, at the top level of the file; prefix: what
         `add_weights` had in front of the program's names of weights.
         """
-        step = {
-            "inputs": [{"name": node.name, **_type_json(node.meta["val"])} for node in program.inputs()],
-            "outputs": _output_names(program),
-            "hidden": _hidden_json(program),
-        }
-        graph = program_lib.to_json(dataclasses.replace(program, weights=_stored_weights(program)))
         stored = {weight.name: weight for weight in self.weights}
         names = program.weights if stored else ()  # without stored weights, a plan holds them
-        weights = [{**dataclasses.asdict(stored[prefix + name]), "name": name} for name in names]
-        data = {**target_fields, "step": step, "weights": weights, "memory_plan": dict(memory_plan), "program": graph}
-        self.add(file, json_bytes(data))
+        weights = [msgspec.structs.replace(stored[prefix + name], name=name) for name in names]
+        self.add(file, json_bytes(program_json(program, memory_plan, target_fields, weights)))
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Write engine.json as the last file: it lists every other file by name, and has its own digest."""
-        self._write(MANIFEST, seal_manifest({**manifest, "files": dict(sorted(self.files.items()))}))
+        files = msgspec.to_builtins(dict(sorted(self.files.items())))
+        self._write(MANIFEST, seal_manifest({**manifest, "files": files}))
+
+
+def program_json(
+    program: Program,
+    memory_plan: Mapping[str, Any],
+    target_fields: Mapping[str, Any],
+    weights: Sequence[StoredWeight],
+) -> dict[str, Any]:
+    """Return the contents of a program's file, as `manifest_types.Program` reads them."""
+    step = {
+        "inputs": [{"name": node.name, **_type_json(node.meta["val"])} for node in program.inputs()],
+        "outputs": _output_names(program),
+        "hidden": _hidden_json(program),
+    }
+    graph = program_lib.to_json(dataclasses.replace(program, weights=_stored_weights(program)))
+    return {
+        **target_fields,
+        "step": step,
+        "weights": [msgspec.structs.asdict(weight) for weight in weights],
+        "memory_plan": dict(memory_plan),
+        "program": graph,
+    }
 
 
 def count_broken(chunk: torch.Tensor) -> int:

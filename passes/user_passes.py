@@ -120,7 +120,7 @@ def _import(where: str, spec: str) -> ModuleType:
             raise ConfigError(
                 f"--pass {spec}: there is no module {missing!r}; run from the folder it is in, or install it"
             ) from error
-        raise ConfigError(f"--pass {spec}: importing it raised {_told(error)}; INFERC_DEBUG=1 shows where") from error
+        raise ConfigError(f"--pass {spec}: importing it raised {_shown(error)}; INFERC_DEBUG=1 shows where") from error
 
 
 def _import_file(path: Path, spec: str) -> ModuleType:
@@ -209,11 +209,11 @@ def _guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
         except InfercError as error:
             raise ConfigError(f"{what}: {error}") from error
         except Exception as error:
-            raise ConfigError(f"{what} raised {_told(error)}; INFERC_DEBUG=1 shows where") from error
+            raise ConfigError(f"{what} raised {_shown(error)}; INFERC_DEBUG=1 shows where") from error
 
     return call
 
 
-def _told(error: BaseException) -> str:
+def _shown(error: BaseException) -> str:
     """Format an exception as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

@@ -18,11 +18,12 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
 )
+from manifests import rewrite_manifest
 from serving import run_inferc
 
 from inferc.errors import ArtifactError, ConfigError
-from inferc.manifest import seal_manifest
-from inferc.runtime.artifact.load import inspect_artifact, load_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
+from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.artifact.sign import sign_artifact
 from inferc.runtime.engine.llm import LLM
 from inferc.signature import PublicKey, new_key, read_private_key, read_trusted_keys
@@ -43,13 +44,6 @@ def key(tmp_path: Path) -> Path:
 @pytest.fixture
 def trusted(key: Path) -> Path:
     return key.with_name("release.key.pub")
-
-
-def reseal(folder: Path, **changes: object) -> None:
-    """What an attacker can do: another manifest with a digest that matches."""
-    manifest = {**json.loads((folder / "engine.json").read_bytes()), **changes}
-    del manifest["sha256"]
-    (folder / "engine.json").write_bytes(seal_manifest(manifest))
 
 
 def test_what_a_trusted_key_signed_is_loaded(copied: Path, key: Path, trusted: Path) -> None:
@@ -80,7 +74,7 @@ def test_what_somebody_else_signed_is_refused_by_the_fingerprint(copied: Path, t
 
 def test_a_manifest_that_was_changed_and_sealed_anew_is_refused(copied: Path, key: Path, trusted: Path) -> None:
     sign_artifact(copied, read_private_key(key))
-    reseal(copied, producer="inferc of somebody else")
+    rewrite_manifest(copied, producer="inferc of somebody else")
     load_artifact(copied)  # it is whole
     with pytest.raises(ArtifactError, match=r"was changed after SHA256:.* \(release team\) signed it"):
         load_artifact(copied, trusted_keys=trusted)
@@ -124,7 +118,7 @@ def edit(folder: Path, change: Callable[[dict[str, object]], None]) -> None:
 
 def test_a_statement_that_was_changed_does_not_match(copied: Path, key: Path, trusted: Path) -> None:
     sign_artifact(copied, read_private_key(key))
-    reseal(copied, producer="inferc of somebody else")
+    rewrite_manifest(copied, producer="inferc of somebody else")
     sign_artifact(copied, forger := Ed25519PrivateKey.generate())
     with pytest.raises(ArtifactError, match="which is not among the keys of"):
         load_artifact(copied, trusted_keys=trusted)
@@ -158,7 +152,7 @@ def test_several_keys_may_sign_the_same(copied: Path, key: Path, trusted: Path, 
     assert inspect_artifact(copied)["signature"]["keys"] == [ours.fingerprint, other.fingerprint]
     for each in (trusted, tmp_path / "other.key.pub"):
         load_artifact(copied, trusted_keys=each)
-    reseal(copied, producer="inferc of another day")
+    rewrite_manifest(copied, producer="inferc of another day")
     sign_artifact(copied, read_private_key(key))
     assert inspect_artifact(copied)["signature"]["keys"] == [ours.fingerprint], "of what is there now"
 
@@ -263,7 +257,7 @@ def test_the_commands(copied: Path, tmp_path: Path) -> None:
     assert f"signature by {fingerprint}" in run_inferc("inspect", copied).stdout
     options = ("--max-tokens", "2", "--trusted-keys", f"{key}.pub")
     assert run_inferc("generate", copied, "--prompt", "abc", *options).returncode == 0
-    reseal(copied, producer="another")
+    rewrite_manifest(copied, producer="another")
     for command in (
         ("generate", copied, "--prompt", "abc", *options),
         ("chat", copied, "--trusted-keys", f"{key}.pub"),

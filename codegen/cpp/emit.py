@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from inferc.arena import SAMPLE_ROWS
-from inferc.codegen.cpp import calls, expert_calls
 from inferc.codegen.cpp.blocking import CORES, Product, choices
+from inferc.codegen.cpp.calls import moe, ranks
 from inferc.codegen.cpp.table import KERNELS
 from inferc.codegen.cpp.values import POOLS, Call, Slot, cpp_type, row_count
 from inferc.codegen.kernel import Kernel
@@ -40,10 +40,10 @@ COLLECTIVES = (
     "inferc.expert_combine",
 )
 WORK_BYTES = {
-    "inferc.moe_experts": expert_calls.moe_work_bytes,
-    "inferc.expert_choose": expert_calls.exchange_work_bytes,
-    "inferc.expert_dispatch": expert_calls.exchange_work_bytes,
-    "inferc.expert_combine": expert_calls.exchange_work_bytes,
+    "inferc.moe_experts": moe.moe_work_bytes,
+    "inferc.expert_choose": moe.exchange_work_bytes,
+    "inferc.expert_dispatch": moe.exchange_work_bytes,
+    "inferc.expert_combine": moe.exchange_work_bytes,
 }
 """The scratch of one node, as (bytes per row of its values, bytes in addition)."""
 HIDDEN_IN = "hidden_in"  # the input of a later pipeline stage
@@ -145,7 +145,7 @@ def emit(
     body = _region(step, numbers, tables)
     head_body = _region(head, numbers, tables)
     if logits is None:
-        last = calls.hidden_out(hidden, Values(program, places))
+        last = ranks.hidden_out(hidden, Values(program, places))
         body += ["  t.barrier();", f"  {last}"]
         apart.add((last.partition("(")[0], False))
         head_body.append("  return {nullptr, 0};  // a later stage has the LM head")
@@ -180,7 +180,7 @@ def _calls(program: Program, values: Values, nodes: Sequence[fx.Node], kernels: 
     made = []
     for node in nodes:
         if node.op == "placeholder" and node.name == HIDDEN_IN:
-            made.append(calls.hidden_in(node, values))
+            made.append(ranks.hidden_in(node, values))
         if not needs_kernel(node):
             continue
         kernel = chosen_kernel(node, "cpp", kernels)

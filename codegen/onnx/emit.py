@@ -13,17 +13,17 @@ import onnx
 import onnx_ir as ir
 
 from inferc.codegen.kernel import Kernel
-from inferc.codegen.onnx import calls
+from inferc.codegen.onnx.calls import elementwise
 from inferc.codegen.onnx.graph import MICROSOFT, OPSET, OnnxGraph
 from inferc.codegen.onnx.table import KERNELS
 from inferc.codegen.select import chosen_kernel, needs_kernel
 from inferc.codegen.values import outputs
 from inferc.ir.program import Program, named_arguments, target_name
-from inferc.manifest import StoredWeight
+from inferc.manifest_types import StoredWeight
 
 IR_VERSION = 11
 DOMAINS = {"": OPSET, MICROSOFT: 1}
-ALIASES = {"aten.slice.Tensor": calls.slice_, "aten.view": calls.view, "getitem": calls.part}
+ALIASES = {"aten.slice.Tensor": elementwise.slice_, "aten.view": elementwise.view, "getitem": elementwise.part}
 
 
 def emit(

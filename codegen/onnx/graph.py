@@ -14,7 +14,7 @@ from onnx_ir.tape import Tape
 from torch import Tensor, fx
 
 from inferc.ir.program import Program, name_of
-from inferc.manifest import StoredWeight
+from inferc.manifest_types import StoredWeight
 
 OPSET = 24  # the first with TensorScatter, and with an Attention that takes the filled length of its cache
 DTYPES = {

@@ -13,66 +13,66 @@ from inferc.codegen.onnx import conditions
 _OwnCheck = Callable[[fx.Node], str] | None
 # op, module and name of the call, condition
 _ONNX_ROWS: tuple[tuple[str, str, _OwnCheck], ...] = (
-    ("aten.embedding", "calls:embedding", None),
-    ("aten.linear", "calls:linear", None),
-    ("aten.add.Tensor", "calls:add", None),
-    ("aten.mul.Tensor", "calls:mul", None),
-    ("aten.cat", "calls:cat", None),
-    ("aten.index_select", "calls:index_select", None),
-    ("inferc.head_linear", "calls:head_linear", None),
-    ("inferc.linear_wide", "calls:linear_wide", None),
-    ("inferc.lm_head", "calls:lm_head", None),
-    ("inferc.layer_norm", "calls:layer_norm", None),
-    ("inferc.rms_norm", "calls:rms_norm", None),
-    ("inferc.rope_table", "calls:rope_table", None),
-    ("inferc.rope", "calls:rope", None),
-    ("inferc.silu_mul", "calls:silu_mul", None),
-    ("inferc.gelu_mul", "calls:gelu_mul", None),
-    ("inferc.pointwise", "calls:pointwise", shared.broadcasts),
-    ("inferc.dense_write", "calls:dense_write", None),
-    ("inferc.dense_attention", "calls:dense_attention", None),
-    ("inferc.dense_latent_attention", "calls:dense_latent_attention", None),
-    ("inferc.quantize_rows", "integer_calls:quantize_rows", None),
-    ("inferc.moe_routing", "expert_calls:moe_routing", shared.is_common_score),
+    ("aten.embedding", "elementwise:embedding", None),
+    ("aten.linear", "matmul:linear", None),
+    ("aten.add.Tensor", "elementwise:add", None),
+    ("aten.mul.Tensor", "elementwise:mul", None),
+    ("aten.cat", "elementwise:cat", None),
+    ("aten.index_select", "elementwise:index_select", None),
+    ("inferc.head_linear", "matmul:head_linear", None),
+    ("inferc.linear_wide", "matmul:linear_wide", None),
+    ("inferc.lm_head", "matmul:lm_head", None),
+    ("inferc.layer_norm", "norms:layer_norm", None),
+    ("inferc.rms_norm", "norms:rms_norm", None),
+    ("inferc.rope_table", "attention:rope_table", None),
+    ("inferc.rope", "attention:rope", None),
+    ("inferc.silu_mul", "elementwise:silu_mul", None),
+    ("inferc.gelu_mul", "elementwise:gelu_mul", None),
+    ("inferc.pointwise", "elementwise:pointwise", shared.broadcasts),
+    ("inferc.dense_write", "attention:dense_write", None),
+    ("inferc.dense_attention", "attention:dense_attention", None),
+    ("inferc.dense_latent_attention", "attention:dense_latent_attention", None),
+    ("inferc.quantize_rows", "quantized:quantize_rows", None),
+    ("inferc.moe_routing", "moe:moe_routing", shared.is_common_score),
 )
 # Rows with the layouts of the weights: those with onnxruntime's own ops come before those without.
 _ONNX_TIED_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
     (
         "inferc.embedding_int8",
-        "integer_calls:embedding_int8_columns",
+        "quantized:embedding_int8_columns",
         conditions.is_multiplied_as_integers,
         {"weight": "transposed"},
     ),
 )
 _ONNX_OWN_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
-    ("inferc.dense_write_attention", "calls:dense_write_attention", None, {}),
-    ("inferc.embedding_int8", "integer_calls:embedding_int8", conditions.blocks_fit, {"weight": "unsigned"}),
-    ("inferc.linear_int8", "integer_calls:linear_int8", conditions.blocks_fit, {"weight": "unsigned"}),
-    ("inferc.linear_int4", "integer_calls:linear_int4", None, {"weight": "neighbours"}),
-    ("inferc.moe_experts", "expert_calls:moe_experts", conditions.moe_fits, {"gate_up": "pairs"}),
+    ("inferc.dense_write_attention", "attention:dense_write_attention", None, {}),
+    ("inferc.embedding_int8", "quantized:embedding_int8", conditions.blocks_fit, {"weight": "unsigned"}),
+    ("inferc.linear_int8", "quantized:linear_int8", conditions.blocks_fit, {"weight": "unsigned"}),
+    ("inferc.linear_int4", "quantized:linear_int4", None, {"weight": "neighbours"}),
+    ("inferc.moe_experts", "moe:moe_experts", conditions.moe_fits, {"gate_up": "pairs"}),
     (
         "inferc.moe_experts",
-        "expert_calls:moe_experts_int8",
+        "moe:moe_experts_int8",
         conditions.qmoe_int8_fits,
         {"gate_up": "pairs_unsigned", "down": "unsigned"},
     ),
     (
         "inferc.moe_experts",
-        "expert_calls:moe_experts_int4",
+        "moe:moe_experts_int4",
         conditions.qmoe_int4_fits,
         {"gate_up": "pairs_neighbours", "down": "neighbours"},
     ),
 )
 _ONNX_WIDE_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] = (
-    ("inferc.embedding_int8", "integer_calls:embedding_int8_plain", None, {"weight": None}),
-    ("inferc.linear_int8", "integer_calls:linear_int8_wide", None, {"weight": None}),
-    ("inferc.linear_int4", "integer_calls:linear_int4_wide", None, {"weight": "neighbours_signed"}),
-    ("inferc.linear_w8a8", "integer_calls:linear_w8a8", None, {"weight": "transposed"}),
-    ("inferc.moe_experts", "expert_calls:all_experts", conditions.float_experts, {"gate_up": None, "down": None}),
-    ("inferc.moe_experts", "expert_calls:all_experts_int8", conditions.int8_experts, {"gate_up": None, "down": None}),
+    ("inferc.embedding_int8", "quantized:embedding_int8_plain", None, {"weight": None}),
+    ("inferc.linear_int8", "quantized:linear_int8_wide", None, {"weight": None}),
+    ("inferc.linear_int4", "quantized:linear_int4_wide", None, {"weight": "neighbours_signed"}),
+    ("inferc.linear_w8a8", "quantized:linear_w8a8", None, {"weight": "transposed"}),
+    ("inferc.moe_experts", "moe:all_experts", conditions.float_experts, {"gate_up": None, "down": None}),
+    ("inferc.moe_experts", "moe:all_experts_int8", conditions.int8_experts, {"gate_up": None, "down": None}),
     (
         "inferc.moe_experts",
-        "expert_calls:all_experts_int4",
+        "moe:all_experts_int4",
         conditions.int4_experts,
         {"gate_up": "neighbours_signed", "down": "neighbours_signed"},
     ),
@@ -80,7 +80,7 @@ _ONNX_WIDE_ROWS: tuple[tuple[str, str, _OwnCheck, dict[str, str | None]], ...] =
 
 
 def _kernel(op: str, call: str, check: _OwnCheck, layouts: dict[str, str | None]) -> Kernel:
-    name, emit = f"onnx.{call.partition(':')[2]}", f"inferc.codegen.onnx.{call}"
+    name, emit = f"onnx.{call.partition(':')[2]}", f"inferc.codegen.onnx.calls.{call}"
     return Kernel("onnx", op, name, Fits(check), emit, layouts)
 
 

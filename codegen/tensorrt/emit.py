@@ -18,15 +18,15 @@ from torch import fx
 
 from inferc.codegen.kernel import Kernel
 from inferc.codegen.select import chosen_kernel, needs_kernel
-from inferc.codegen.tensorrt import calls
 from inferc.codegen.tensorrt.adapter import Building, Library, Shapes
+from inferc.codegen.tensorrt.calls import elementwise
 from inferc.codegen.tensorrt.network import Bytes, TensorRTNetwork
 from inferc.codegen.tensorrt.table import KERNELS
 from inferc.codegen.values import outputs
 from inferc.ir.program import Program, target_name
-from inferc.manifest import StoredWeight
+from inferc.manifest_types import StoredWeight
 
-ALIASES = {"aten.slice.Tensor": calls.slice_, "aten.view": calls.view, "getitem": calls.part}
+ALIASES = {"aten.slice.Tensor": elementwise.slice_, "aten.view": elementwise.view, "getitem": elementwise.part}
 CACHE_RANK = 4
 MAX_SEQS = 256  # sequences of a decode call
 MAX_TOKENS = 512  # tokens of a prefill call

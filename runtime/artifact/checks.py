@@ -10,13 +10,11 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from msgspec import UNSET
-
 from inferc.codegen.triton.aot.launch import PTX, RECORDS
 from inferc.errors import ConfigError
 from inferc.kv_groups import num_parts, row_size
 from inferc.manifest import ALIGNMENT, CERTIFICATE, CHUNK_BYTES, PROGRAM, STORED_DTYPES
-from inferc.manifest_types import Graph, KvGroup, Launches, Manifest, Program, ProgramEntry, Record, WeightRow
+from inferc.manifest_types import Graph, KvGroup, Launches, Manifest, Program, ProgramEntry, Record, StoredWeight
 from inferc.targets import find_spec
 
 
@@ -26,17 +24,21 @@ def manifest_fault(manifest: Manifest) -> str | None:
         parts = PurePosixPath(name).parts
         if PurePosixPath(name).is_absolute() or ".." in parts:
             return f"files names {name!r}, which is outside of the artifact"
-        if (entry.sha256 is UNSET) == (entry.xxh3_128 is UNSET):
+        if (entry.sha256 is None) == (entry.xxh3_128 is None):
             return f"files.{name}: expected either sha256 or xxh3_128"
-        if entry.xxh3_128 is not UNSET and len(entry.xxh3_128) != -(-entry.bytes // CHUNK_BYTES):
+        if entry.xxh3_128 is not None and len(entry.xxh3_128) != -(-entry.bytes // CHUNK_BYTES):
             return f"files.{name}: {len(entry.xxh3_128)} digests for {entry.bytes} bytes in chunks of {CHUNK_BYTES}"
-        if parts[:1] in (("kernels",), ("tokenizer",), (PROGRAM,), (CERTIFICATE,)) and entry.sha256 is UNSET:
+        if parts[:1] in (("kernels",), ("tokenizer",), (PROGRAM,), (CERTIFICATE,)) and entry.sha256 is None:
             return f"files.{name}: expected a sha256"
     for index, target in enumerate(manifest.targets):
         try:
             find_spec(target)
         except ConfigError as error:
             return f"targets[{index}]: {error}"
+    if manifest.tensorrt is not None and manifest.tensorrt.plans is None:  # the plan is the whole step
+        for index, profile in enumerate(manifest.tensorrt.profiles):
+            if profile.max_num_seqs is None:
+                return f"tensorrt.profiles[{index}].max_num_seqs: it is missing"
     for index, program in enumerate(manifest.programs):
         if (fault := _entry_fault(program, manifest)) is not None:
             return f"programs[{index}].{fault}"
@@ -45,7 +47,7 @@ def manifest_fault(manifest: Manifest) -> str | None:
 
 def _entry_fault(entry: ProgramEntry, manifest: Manifest) -> str | None:
     def is_read(name: str) -> bool:
-        return name in manifest.files and manifest.files[name].sha256 is not UNSET
+        return name in manifest.files and manifest.files[name].sha256 is not None
 
     if not is_read(entry.file):
         return f"file: {entry.file!r} is not among the files that have a sha256"
@@ -82,11 +84,11 @@ def program_fault(program: Program, entry: ProgramEntry, sizes: Mapping[str, int
     for index, row in enumerate(program.weights):
         if (fault := _weight_fault(row, sizes)) is not None:
             return f"weights[{index}]{fault}"
-    if entry.libraries and program.observable is UNSET:
-        return "observable: it is missing, and there are libraries"
-    if entry.cubins and UNSET in (program.launches, program.scratch, program.shared_prefixes, program.observable):
-        return "launches, scratch, shared_prefixes and observable: one is missing, and there are cubins"
-    if program.launches is not UNSET and (fault := _launches_fault(program.launches, program, entry)) is not None:
+    if (entry.libraries or entry.cubins) and not program.observable:
+        return "observable: it is missing, and there are libraries or cubins"
+    if entry.cubins and not program.launches.step:
+        return "launches: they are missing, and there are cubins"
+    if (fault := _launches_fault(program.launches, program, entry)) is not None:
         return fault
     return _graph_fault(program.program)
 
@@ -100,7 +102,7 @@ def records_fault(records: Sequence[Record], folder: str, files: Container[str])
     return None
 
 
-def _weight_fault(row: WeightRow, sizes: Mapping[str, int]) -> str | None:
+def _weight_fault(row: StoredWeight, sizes: Mapping[str, int]) -> str | None:
     if row.file not in sizes or row.offset % ALIGNMENT or row.offset + row.num_bytes > sizes[row.file]:
         return f": it places weight {row.name} outside of {row.file}"
     if row.dtype not in STORED_DTYPES:
@@ -113,26 +115,25 @@ def _weight_fault(row: WeightRow, sizes: Mapping[str, int]) -> str | None:
 def _launches_fault(launches: Launches, program: Program, entry: ProgramEntry) -> str | None:
     """Find a launch that names something that does not exist according to engine.json and program.json."""
     weights = {row.name for row in program.weights}
-    scratch = program.scratch if program.scratch is not UNSET else {}
     for part in ("begin", "step", "head", "sample", "score"):
         for index, launch in enumerate(getattr(launches, part)):
             at = f"launches.{part}[{index}]"
-            if (launch.choices is UNSET) == (launch.engine is UNSET) or launch.choices == []:
+            if bool(launch.choices) == (launch.engine is not None):
                 return f"{at}: expected either choices or engine"
             for name, where in launch.arguments.items():
-                if where.weight is not UNSET and where.weight not in weights:
+                if where.weight is not None and where.weight not in weights:
                     return f"{at}.arguments.{name}: there is no weight {where.weight!r}"
-                if where.cache is not UNSET and (where.cache >= len(entry.kv_groups) or where.offset is UNSET):
+                if where.cache is not None and (where.cache >= len(entry.kv_groups) or where.offset is None):
                     return f"{at}.arguments.{name}: there is no KV group {where.cache}, or no offset in it"
-                if where.scratch is not UNSET and where.scratch not in scratch:
+                if where.scratch is not None and where.scratch not in program.scratch:
                     return f"{at}.arguments.{name}: there is no scratch {where.scratch!r}"
-                if where.value is not UNSET and UNSET in (where.offset, where.column):
+                if where.value is not None and None in (where.offset, where.column):
                     return f"{at}.arguments.{name}: expected offset and column beside value"
     return None
 
 
 def _graph_fault(graph: Graph) -> str | None:
     for index, node in enumerate(graph.nodes):
-        if node.op != "output" and node.target is UNSET:
+        if node.op != "output" and node.target is None:
             return f"program.nodes[{index}].target: it is missing"
     return None

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import xxhash
 
 from inferc.errors import ArtifactError
 from inferc.manifest import CHUNK_BYTES, MANIFEST
+from inferc.manifest_types import FileEntry
 
 AGAIN = "copy the artifact again, or compile it again"
 Algorithm = Literal["xxh3_128", "sha256"]
@@ -49,28 +50,28 @@ def checked_path(folder: Path, name: str, num_bytes: int) -> Path:
     return path
 
 
-def read_checked(folder: Path, name: str, entry: Mapping[str, Any]) -> bytes:
+def read_checked(folder: Path, name: str, entry: FileEntry) -> bytes:
     """Read a file and check it against the SHA-256 in the manifest. Raises ArtifactError."""
-    path = checked_path(folder, name, entry["bytes"])
+    path = checked_path(folder, name, entry.bytes)
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ArtifactError(f"cannot read {path}: {error.strerror}") from None
-    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
         raise ArtifactError(f"{path} is damaged: its sha256 does not match {MANIFEST}; {AGAIN}")
     return data
 
 
-def map_file(folder: Path, name: str, entry: Mapping[str, Any]) -> mmap.mmap:
+def map_file(folder: Path, name: str, entry: FileEntry) -> mmap.mmap:
     """Map a file into memory without reading any of it yet. Raises ArtifactError."""
-    path = checked_path(folder, name, entry["bytes"])
+    path = checked_path(folder, name, entry.bytes)
     try:
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # an empty file raises ValueError
         raise ArtifactError(f"cannot map {path}: {getattr(error, 'strerror', None) or error}") from None
-    if len(memory) != entry["bytes"]:  # the file was replaced after its size was checked
-        raise ArtifactError(f"{path} has {len(memory)} bytes, expected {entry['bytes']}; {AGAIN}")
+    if len(memory) != entry.bytes:  # the file was replaced after its size was checked
+        raise ArtifactError(f"{path} has {len(memory)} bytes, expected {entry.bytes}; {AGAIN}")
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the kernel may lack huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -193,25 +193,7 @@ class Engine:
                 raise RequestError("tap: this engine keeps no values; start it with --tap NAME, or leave it out")
             self.taps.check(len(prompt), min(longest, wanted), params)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        root = root_hash(*self.model.cache_identity, salt=params.cache_salt)
-        prompt_hashes: list[bytes] = []
-        seqs = []
-        for index in range(params.n):
-            seq = Sequence(
-                request_id,
-                index,
-                self._arrival,
-                len(prompt),
-                prompt.copy(),
-                params,
-                sequence_seed(seed, index),
-                min(longest, wanted),
-                ends,
-                root=root,
-                prompt_hashes=prompt_hashes,
-            )
-            self._arrival += 1
-            seqs.append(seq)
+        seqs = self._sequences(request_id, prompt, params, seed, min(longest, wanted), ends)
         if (objection := self.scheduler.objection(seqs[0])) is not None:
             self._stats.num_refused += 1
             raise ObjectiveError(objection)
@@ -226,6 +208,37 @@ class Engine:
             self._recorder.begin(name, seed, seqs)
         if params.tap and self.taps is not None:
             self.taps.begin(name, seqs)
+
+    def _sequences(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        max_total: int,
+        ends: frozenset[int],
+    ) -> list[Sequence]:
+        """Make the sequences of a request; they share the hashes of their prompt's blocks."""
+        root = root_hash(*self.model.cache_identity, salt=params.cache_salt)
+        prompt_hashes: list[bytes] = []
+        seqs = []
+        for index in range(params.n):
+            seq = Sequence(
+                request_id,
+                index,
+                self._arrival,
+                len(prompt),
+                prompt.copy(),
+                params,
+                sequence_seed(seed, index),
+                max_total,
+                ends,
+                root=root,
+                prompt_hashes=prompt_hashes,
+            )
+            self._arrival += 1
+            seqs.append(seq)
+        return seqs
 
     def abort(self, request_id: str, index: int | None = None, cause: str = "abort") -> None:
         """End a request, or one sequence of it; no output follows.

@@ -84,7 +84,7 @@ def load_engine(
         artifact = load_artifact(
             path, target=target, manifest_sha256=manifest_sha256, trusted_keys=options.get("trusted_keys")
         )
-    target = target or str(artifact.manifest["targets"][0])
+    target = target or artifact.manifest.targets[0]
     config = from_dict(EngineConfig, options)
     factory: RunnerFactory = find_spec(target).find_runner()
     can = factory.capabilities(artifact)
@@ -95,7 +95,7 @@ def load_engine(
     groups = _groups(artifact, target, config, can, chunked_prefill)
     nodes = choose_nodes(artifact.program, config.tap) if config.tap else ()
     opened = factory.open(RunnerRequest(artifact, target, config, groups, check.wait))
-    runner, resolved, disk = opened.runner, opened.config, opened.disk
+    runner, disk = opened.runner, opened.disk
     with ExitStack() as made:  # closes what was made if something after it fails
         made.callback(runner.close)
         if disk is not None:
@@ -103,24 +103,7 @@ def load_engine(
         taps = _make_taps(nodes, runner, config)
         recorder = _make_recorder(artifact, target, opened, config)
         made.pop_all()
-    sizes = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=resolved.max_num_batched_tokens,
-        max_model_len=artifact.max_model_len,
-        num_blocks=resolved.num_blocks,
-        block_size=artifact.block_size,
-        groups=groups,
-        chunked_prefill=chunked_prefill,
-        prefix_cache=resolved.prefix_cache,
-        policy=config.policy,
-        overcommit=config.overcommit,
-        tbt_ms=config.tbt_ms,
-        partial_blocks="partial_blocks" in can,
-        num_offloaded=() if disk is None else disk.num_blocks,
-        offload_in_place="offload_in_place" in can,
-        kv_events=config.kv_events,
-        keep_logprobs=config.record is not None,
-    )
+    sizes = _scheduler_config(artifact, config, opened, groups, can, chunked_prefill)
     engine = Engine(
         runner,
         model_limits(artifact, config.kv_evict),
@@ -142,6 +125,35 @@ def load_engine(
             artifact.max_model_len,
         )
     return engine
+
+
+def _scheduler_config(
+    artifact: Artifact,
+    config: EngineConfig,
+    opened: OpenedRunner,
+    groups: tuple[CacheGroup, ...],
+    can: frozenset[Capability],
+    chunked_prefill: bool,
+) -> SchedulerConfig:
+    resolved, disk = opened.config, opened.disk
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_model_len=artifact.max_model_len,
+        num_blocks=resolved.num_blocks,
+        block_size=artifact.block_size,
+        groups=groups,
+        chunked_prefill=chunked_prefill,
+        prefix_cache=resolved.prefix_cache,
+        policy=config.policy,
+        overcommit=config.overcommit,
+        tbt_ms=config.tbt_ms,
+        partial_blocks="partial_blocks" in can,
+        num_offloaded=() if disk is None else disk.num_blocks,
+        offload_in_place="offload_in_place" in can,
+        kv_events=config.kv_events,
+        keep_logprobs=config.record is not None,
+    )
 
 
 def _check_asked(artifact: Artifact, target: str, config: EngineConfig, can: frozenset[Capability]) -> None:
@@ -191,7 +203,7 @@ def _groups(
 
 def identity(artifact: Artifact, target: str, computed_by: str, config: EngineConfig) -> Identity:
     """Return all that decides the bits of answers besides the requests."""
-    return Identity(str(artifact.manifest["sha256"]), target, computed_by, config.deterministic, config.kv_evict)
+    return Identity(artifact.manifest.sha256, target, computed_by, config.deterministic, config.kv_evict)
 
 
 def _make_taps(nodes: tuple[Node, ...], runner: Runner, config: EngineConfig) -> TapCollector | None:
@@ -217,8 +229,8 @@ def _make_recorder(artifact: Artifact, target: str, opened: OpenedRunner, config
 
 def model_limits(artifact: Artifact, kv_evict: str | None = None) -> ModelLimits:
     """Return the properties of the model that the engine must know; `kv_evict` is as in EngineConfig."""
-    vocab_size = int(artifact.model["vocab_size"])
-    eos = tuple(int(token) for token in artifact.model["eos_token_ids"])
+    vocab_size = artifact.vocab_size
+    eos = tuple(int(token) for token in artifact.model.eos_token_ids)
     # An end token outside of the vocabulary is never sampled.
     ends = tuple(token for token in eos if 0 <= token < vocab_size)
     return ModelLimits(
@@ -228,14 +240,14 @@ def model_limits(artifact: Artifact, kv_evict: str | None = None) -> ModelLimits
 
 def pooling_of(artifact: Artifact) -> Pooling | None:
     """Return how the artifact embeds texts, or None if its model or its runner does not."""
-    found = artifact.model.get("pooling")
-    factory: RunnerFactory = find_spec(str(artifact.manifest["targets"][0])).find_runner()
+    found = artifact.model.pooling
+    factory: RunnerFactory = find_spec(artifact.manifest.targets[0]).find_runner()
     if found is None or "vectors" not in factory.capabilities(artifact):
         return None
-    return Pooling(found["kind"], bool(found["normalize"]))
+    return Pooling(found.kind, found.normalize)
 
 
 def model_defaults(artifact: Artifact) -> Mapping[str, Any]:
     """Return the sampling parameters that the model's makers want if a request does not set them."""
-    found = generation_defaults(artifact.model.get("generation") or {})
+    found = generation_defaults(artifact.model.generation)
     return found if artifact.tokenizer.has_tokenizer else without_text(found)

@@ -9,16 +9,15 @@ import math
 import queue
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from inferc.cost.machine import cpuinfo, measure_read, peak_flops
 from inferc.errors import RequestError
 from inferc.kv_groups import CacheGroup, cache_groups
-from inferc.manifest import StoredWeight
+from inferc.manifest_types import Node, StoredWeight
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.engine.loop import EngineClient, Event, Failed
 from inferc.runtime.step.sampling_params import SamplingParams
@@ -49,11 +48,11 @@ def model_cost(artifact: Artifact) -> ModelCost:
 
     An embedding lookup is free, and only routed experts count.
     """
-    ep = int(artifact.config["ep"])
-    used = [used_by_token(rank.program["program"]["nodes"], rank.weights, ep) for rank in artifact.ranks]
+    ep = artifact.config.ep
+    used = [used_by_token(rank.program.program.nodes, rank.weights, ep) for rank in artifact.ranks]
     return ModelCost(
-        dtype=str(artifact.config["dtype"]),
-        vocab_size=int(artifact.model["vocab_size"]),
+        dtype=artifact.config.dtype,
+        vocab_size=artifact.vocab_size,
         max_model_len=artifact.max_model_len,
         weights_bytes=int(sum(num_bytes for num_bytes, _ in used)),
         kv_groups=cache_groups(artifact.whole_kv_groups),
@@ -61,25 +60,22 @@ def model_cost(artifact: Artifact) -> ModelCost:
     )
 
 
-def used_by_token(
-    nodes: Sequence[Mapping[str, Any]], stored: Sequence[StoredWeight], ep: int = 1
-) -> tuple[float, float]:
+def used_by_token(nodes: Sequence[Node], stored: Sequence[StoredWeight], ep: int = 1) -> tuple[float, float]:
     """Return the bytes and the elements of one rank's weights that a token uses; experts count by the routed share.
 
-    nodes: of the rank's lowered graph, in the form of `program.to_json`; ep: the number of ranks that share the
-    experts.
+    nodes: of the rank's lowered graph; ep: the number of ranks that share the experts.
     """
-    weight_of = {node["id"]: node["target"] for node in nodes if node["op"] == "get_attr"}
+    weight_of = {node.id: node.target for node in nodes if node.op == "get_attr"}
     weights = {weight.name: weight for weight in stored}
-    top_k = next((node["args"][2] for node in nodes if node.get("target") == "inferc.moe_routing"), 0) / ep
+    top_k = next((node.args[2] for node in nodes if node.target == "inferc.moe_routing"), 0) / ep
     share = dict.fromkeys(weights, 0.0)
     for node in nodes:
-        if node["op"] != "call_function" or node["target"] in ("aten.embedding", "inferc.embedding_int8"):
+        if node.op != "call_function" or node.target in ("aten.embedding", "inferc.embedding_int8"):
             continue
-        for arg in node["args"]:
+        for arg in node.args:
             name = weight_of.get(arg.get("node", "")) if isinstance(arg, dict) else None
             if name is not None:
-                share[name] = top_k / weights[name].shape[0] if node["target"] == "inferc.moe_experts" else 1.0
+                share[name] = top_k / weights[name].shape[0] if node.target == "inferc.moe_experts" else 1.0
     num_bytes = sum(share[name] * weight.num_bytes for name, weight in weights.items())
     return num_bytes, sum(share[name] * math.prod(weight.shape) for name, weight in weights.items())
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from inferc.cost.expert_loads import ExpertLoads
 from inferc.errors import UnsupportedError
+from inferc.manifest_types import Observable, TensorType
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.runners.cpu.runner import CpuRunner
@@ -29,9 +30,9 @@ def record_loads(artifact: Artifact, engine: Engine) -> ExpertLoads:
         )
     loads = ExpertLoads()
 
-    def observe(entry: dict[str, Any], layer: int, ids: NDArray[Any]) -> None:
-        if entry["name"] in num_experts:
-            loads.add(layer, np.bincount(ids.ravel(), minlength=num_experts[entry["name"]]).tolist())
+    def observe(entry: Observable, layer: int, ids: NDArray[Any]) -> None:
+        if entry.name in num_experts:
+            loads.add(layer, np.bincount(ids.ravel(), minlength=num_experts[entry.name]).tolist())
 
     engine.runner.set_observer(observe)
     return loads
@@ -39,12 +40,14 @@ def record_loads(artifact: Artifact, engine: Engine) -> ExpertLoads:
 
 def routed_values(artifact: Artifact) -> dict[str, int]:
     """Return the names of the values that hold chosen experts, with the number of experts they are chosen from."""
-    nodes = {node["id"]: node for node in artifact.program["program"]["nodes"]}
+    nodes = {node.id: node for node in artifact.program.program.nodes}
     found = {}
     for node in nodes.values():
-        source = node["args"][0] if node["args"] else None
-        routing = nodes[source["node"]] if isinstance(source, dict) and "node" in source else {}
-        if node.get("target") == "getitem" and node["args"][1] == 0 and routing.get("target") == "inferc.moe_routing":
-            router_logits = nodes[routing["args"][0]["node"]]
-            found[str(node["name"])] = int(router_logits["val"]["shape"][1])
+        source = node.args[0] if node.args else None
+        routing = nodes[source["node"]] if isinstance(source, dict) and "node" in source else None
+        is_ids = node.target == "getitem" and node.args[1] == 0
+        if is_ids and routing is not None and routing.target == "inferc.moe_routing":
+            router_logits = nodes[routing.args[0]["node"]].val
+            assert isinstance(router_logits, TensorType), router_logits
+            found[str(node.name)] = int(router_logits.shape[1])
     return found

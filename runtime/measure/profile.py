@@ -142,29 +142,29 @@ def _products(
     """Return the times of the matrix products, the slowest first."""
     if num_tokens < COMPUTE_BOUND_TOKENS:
         return []
-    names = {int(entry["id"]): entry["name"] for entry in artifact.program["observable"]}
+    names = {entry.id: entry.name for entry in artifact.program.observable}
     found = []
-    for product in artifact.program.get("products", ()):
-        nodes = frozenset(product["nodes"])
+    for product in artifact.program.products:
+        nodes = frozenset(product.nodes)
         if not nodes:  # the product of the LM head
             continue
         seconds = statistics.median(sum(each for node, each in run if names[node] in nodes) for run in runs)
         calls = sum(names[node] in nodes for node, _ in runs[0])
-        choice = next(each for each in product["choices"][isa] if num_tokens <= each["up_to"])
-        peak = limits.flops_per_s[PEAK_OF[product["row_bytes"]]]
+        choice = next(each for each in product.choices[isa] if num_tokens <= each.up_to)
+        peak = limits.flops_per_s[PEAK_OF[product.row_bytes]]
         found.append(
             ProductTime(
-                n=product["n"],
-                k=product["k"],
-                row_bytes=product["row_bytes"],
-                weight_bytes=product["weight_bytes"],
+                n=product.n,
+                k=product.k,
+                row_bytes=product.row_bytes,
+                weight_bytes=product.weight_bytes,
                 calls=calls,
                 ms=1e3 * seconds,
-                rows_at_a_time=min(num_tokens, choice["rows"]),
-                k_bytes_at_a_time=min(product["k"] * product["row_bytes"], choice["k_bytes"]),
-                pairs_at_a_time=choice["pairs"],
-                gflops_per_s=2e-9 * calls * num_tokens * product["n"] * product["k"] / seconds,
-                expected_gflops_per_s=choice["of_peak"] * peak / 1e9,
+                rows_at_a_time=min(num_tokens, choice.rows),
+                k_bytes_at_a_time=min(product.k * product.row_bytes, choice.k_bytes),
+                pairs_at_a_time=choice.pairs,
+                gflops_per_s=2e-9 * calls * num_tokens * product.n * product.k / seconds,
+                expected_gflops_per_s=choice.of_peak * peak / 1e9,
             )
         )
     return sorted(found, key=lambda each: -each.ms)
@@ -211,14 +211,14 @@ def _timed(runner: CpuRunner, plan: StepPlan) -> list[tuple[int, float]]:
 
 def _kernel_of_node(artifact: Artifact) -> dict[int, str]:
     """Return the kernel of every observable node."""
-    nodes = {node["id"]: node for node in artifact.program["program"]["nodes"]}
-    by_name: dict[str, str] = {}
+    nodes = {node.id: node for node in artifact.program.program.nodes}
+    by_name: dict[str | None, str | None] = {}
     for node in nodes.values():
-        if node.get("target") == "getitem":
-            by_name[node["name"]] = nodes[node["args"][0]["node"]]["kernel"]
-        elif "kernel" in node:
-            by_name[node["name"]] = node["kernel"]
-    return {int(entry["id"]): by_name[entry["name"]] for entry in artifact.program["observable"]}
+        if node.target == "getitem":
+            by_name[node.name] = nodes[node.args[0]["node"]].kernel
+        elif node.kernel is not None:
+            by_name[node.name] = node.kernel
+    return {entry.id: str(by_name[entry.name]) for entry in artifact.program.observable}
 
 
 def _plan(artifact: Artifact, pools: Sequence[int], num_tokens: int, context_len: int, num_seqs: int) -> StepPlan:
@@ -236,7 +236,7 @@ def _plan(artifact: Artifact, pools: Sequence[int], num_tokens: int, context_len
     block = seqs[:, None] * per_seq + np.arange(per_seq)
     tables = [(1 + block % (count - 1)).astype(np.int32) for count in pools]
     places, offsets = position // artifact.block_size, position % artifact.block_size
-    vocab_size = int(artifact.model["vocab_size"])
+    vocab_size = artifact.vocab_size
     slots = seqs.astype(np.int32)
     total = num_seqs * num_tokens
     return StepPlan(

@@ -130,7 +130,7 @@ def choose(requests: Sequence[RecordedRequest], wanted: str | None) -> list[Reco
 
 def check_artifact(header: Header, artifact: Artifact) -> None:
     """Raise an error if this artifact on this machine cannot reproduce the recorded bits."""
-    expected, found = header.identity, str(artifact.manifest["sha256"])
+    expected, found = header.identity, artifact.manifest.sha256
     if found != expected.sha256:
         raise ArtifactError(
             f"{artifact.path} is not the artifact that was recorded: found sha256 {found[:16]}…, expected"

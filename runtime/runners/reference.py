@@ -38,7 +38,7 @@ class ReferenceRunner:
         self._caches = new_kv_caches(self._program, config.num_blocks)
         self._artifact = artifact
         self._weights: dict[str, Tensor] = {}
-        self._sampler = HostSampler(config.max_num_seqs, int(artifact.model["vocab_size"]))
+        self._sampler = HostSampler(config.max_num_seqs, artifact.vocab_size)
         self._queue: deque[StepPlan] = deque()
         self._taps: dict[str, Node] = {}
 
@@ -117,11 +117,11 @@ class ReferenceRunner:
 def graph_of(artifact: Artifact) -> program_lib.Program:
     """Return the lowered graph of an artifact. Raises ArtifactError if the graph cannot be parsed."""
     try:
-        return program_lib.from_json(artifact.program["program"])
+        return program_lib.from_json(artifact.program_json()["program"])
     except (LookupError, TypeError, ValueError, AttributeError, SyntaxError, RuntimeError) as error:
         why = str(error).splitlines()[:1]
         raise ArtifactError(
-            f"{artifact.path / artifact.entry['file']} is not of the format: program: {type(error).__name__}:"
+            f"{artifact.path / artifact.entry.file} is not of the format: program: {type(error).__name__}:"
             f" {''.join(why)}; {AGAIN}"
         ) from None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 from inferc.errors import ArtifactError
 from inferc.manifest_types import read_typed
@@ -36,8 +36,9 @@ class GoldenChats(Struct, frozen=True):
     """The contents of golden_chat.json."""
 
     vectors: list[GoldenChat] = []
-    stop_token_ids: list[int] | UnsetType = UNSET
+    stop_token_ids: list[int] | None = None
     depends_on_time: bool = False
+    form: dict[str, Any] | None = None  # the form in which the chat template reads messages, as ChatForm
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class TextFiles:
         except UnicodeDecodeError as error:
             raise ArtifactError(f"{self.folder / name} is not UTF-8: {error}; compile the model again") from None
 
-    def json(self, name: str, kind: type[Type]) -> tuple[Any, Type] | None:
-        """Return a JSON file as parsed and as this type; None if there is no such file. Raises ArtifactError."""
+    def json(self, name: str, kind: type[Type]) -> Type | None:
+        """Return a JSON file as this type; None if there is no such file. Raises ArtifactError."""
         if name not in self.contents:
             return None
         try:

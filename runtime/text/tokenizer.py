@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,11 +54,9 @@ class Text:
         self._pieces: dict[int, bytes] = {}
         decoder = json.loads(self.tokenizer.to_str()).get("decoder")
         self._kind, self.strips_first_space = _classify(decoder)
-        golden = files.json("golden.json", list[GoldenText])
-        self._check_golden([] if golden is None else golden[1])
-        facts, chats = files.json("tokenizer_config.json", dict), files.json("golden_chat.json", GoldenChats)
-        self.facts: dict[str, Any] = {} if facts is None else facts[0]
-        self._golden_chat: Mapping[str, Any] = {} if chats is None else chats[0]
+        self._check_golden(files.json("golden.json", list[GoldenText]) or [])
+        self.facts: dict[str, Any] = files.json("tokenizer_config.json", dict) or {}
+        self._golden_chat = files.json("golden_chat.json", GoldenChats) or GoldenChats()
         self._form = _form_of(files.folder / "golden_chat.json", self._golden_chat)
         self._template = files.text("chat_template.jinja")
         self._controls: ControlTokens | None = None
@@ -92,7 +90,7 @@ class Text:
 
     def check_stop_ids(self, token_ids: Sequence[int]) -> None:
         """Raise ArtifactError if these are not the ids that ended a text at compile time."""
-        golden = self._golden_chat.get("stop_token_ids")
+        golden = self._golden_chat.stop_token_ids
         if golden is not None and sorted(golden) != sorted(token_ids):
             raise ArtifactError(
                 f"texts end at the token ids {sorted(token_ids)}, and ended at {sorted(golden)} when the model was"
@@ -168,21 +166,21 @@ class Text:
 
     def chat_problem(self, template: ChatTemplate) -> str | None:
         """Return how a conversation differs from what transformers rendered at compile time, or None."""
-        if self._golden_chat.get("depends_on_time"):
+        if self._golden_chat.depends_on_time:
             return None
-        for row in self._golden_chat.get("vectors", ()):
+        for row in self._golden_chat.vectors:
             try:
-                text = template.render(row["messages"], add_generation_prompt=row["add_generation_prompt"])
+                text = template.render(row.messages, add_generation_prompt=row.add_generation_prompt)
             except RequestError as error:
                 return f"the model's chat template fails where it did not when the model was compiled: {error}"
-            if text != row["text"]:
-                at = next((i for i, (a, b) in enumerate(zip(text, row["text"], strict=False)) if a != b), len(text))
+            if text != row.text:
+                at = next((i for i, (a, b) in enumerate(zip(text, row.text, strict=False)) if a != b), len(text))
                 where = slice(max(0, at - 10), at + 20)
                 return (
-                    f"the model's chat template writes {text[where]!r} where it wrote {row['text'][where]!r} when the"
+                    f"the model's chat template writes {text[where]!r} where it wrote {row.text[where]!r} when the"
                     " model was compiled"
                 )
-            if self.encode_rendered(text) != row["token_ids"]:
+            if self.encode_rendered(text) != row.token_ids:
                 return f"the tokens of the conversation {text[:40]!r} are not those of when the model was compiled"
         return None
 
@@ -353,11 +351,11 @@ class TextStream:
         return Delta(shown + self._stops.finish(), finish_reason, token_ids[-1] if ended_by_token else None)
 
 
-def _form_of(path: Path, golden: Mapping[str, Any]) -> ChatForm | None:
+def _form_of(path: Path, golden: GoldenChats) -> ChatForm | None:
     """Return the template's form found at compile time; None if none was found, so it is searched for again."""
-    if golden.get("form") is None:
+    if golden.form is None:
         return None
     try:
-        return form_of(golden["form"])
+        return form_of(golden.form)
     except ValueError as error:
         raise ArtifactError(f"{path}: form: {error}; compile the model again") from error

@@ -14,7 +14,7 @@ from inferc.runtime.step.sampling_params import changed
 from inferc.serve.errors import EventsOff
 from inferc.serve.grpc import protocol
 from inferc.serve.grpc.answers import Answer, joined, slices
-from inferc.serve.http.told_json import check_entries, check_likely
+from inferc.serve.http.logprobs_json import check_entries, check_likely
 from inferc.serve.models import text_calls
 from inferc.serve.models.embedding import Vectors, check_inputs, embed
 from inferc.serve.models.long_texts import in_text_thread

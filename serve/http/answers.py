@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from inferc.runtime.openai.answer import Answer
 from inferc.runtime.openai.request import OpenAIRequest
 from inferc.serve.http.edge import ClientLeft, Receive, Scope, Send, while_client_waits
-from inferc.serve.http.openai_answering import MANY_TOLD, Answering
+from inferc.serve.http.openai_answering import MANY_ENTRIES, Answering
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.models import ServedModel
 
@@ -84,7 +84,7 @@ def _whole(form: Form, answering: Answering, answers: list[Answer]) -> Json:
     return Json(form.whole(answering, answers))
 
 
-def _num_told(answering: Answering, answers: list[Answer]) -> int:
+def _num_entries(answering: Answering, answers: list[Answer]) -> int:
     """Return about how many tokens an answer lists, including likely tokens."""
     outputs = sum(len(output.token_ids) for answer in answers for output in answer.outputs)
     return answering.num_entries + outputs * (1 + (answering.params.logprobs or 0))
@@ -109,7 +109,7 @@ async def answered(
             if not is_streamed:
                 answers = await answering.answers()
                 make = partial(_whole, form, answering, answers)
-                return make() if _num_told(answering, answers) <= MANY_TOLD else await in_text_thread(make)
+                return make() if _num_entries(answering, answers) <= MANY_ENTRIES else await in_text_thread(make)
             events = form.events(answering)
             first = await anext(events)
         is_handed_over = True

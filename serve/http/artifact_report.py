@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from inferc.config import available_cores
 from inferc.cost.formulas import CostLog, PassCost, Step
 from inferc.errors import ArtifactError, InfercError, RequestError
@@ -23,10 +25,10 @@ log = logging.getLogger(__name__)
 GRAPH = re.compile(r"graph/(?:[^/]+/)?((\d+)_([^/]+))\.txt")
 INPUT_LEN, CONTEXT = 1024, 4096  # prompt tokens of the reported prefill step, and context of the decode step
 STATS_SECONDS = 1.0
-READING = Turns("what artifacts tell of themselves")
+READING = Turns("the reports about artifacts")
 
 
-async def story(model: ServedModel) -> dict[str, Any]:
+async def artifact_report(model: ServedModel) -> dict[str, Any]:
     """Return the report about an artifact, without the texts of its graphs.
 
     `kv_bytes` is null while no engine runs; `unreadable` names the files that cannot be read.
@@ -42,7 +44,7 @@ async def story(model: ServedModel) -> dict[str, Any]:
 
 
 def graph_text(artifact: Artifact, name: str) -> bytes:
-    """Return the graph after a pass as text; `name` is one that `story` lists. Raises RequestError for any other."""
+    """Return the graph after a pass as text, by a name that `artifact_report` lists. Raises RequestError."""
     graphs = _graphs(artifact)
     if name not in graphs:
         raise RequestError(f"graph {name!r:.80}: this artifact has {', '.join(graphs) or 'none'}")
@@ -51,7 +53,7 @@ def graph_text(artifact: Artifact, name: str) -> bytes:
 
 def _graphs(artifact: Artifact) -> dict[str, str]:
     """Return the names of the graphs, in the order of the passes, with their files; of several ranks, the first's."""
-    matches = (GRAPH.fullmatch(name) for name in artifact.manifest["files"])
+    matches = (GRAPH.fullmatch(name) for name in artifact.manifest.files)
     found: dict[str, str] = {}
     for match in sorted(filter(None, matches), key=lambda match: (int(match[2]), match[0])):
         found.setdefault(match[1], match[0])
@@ -60,11 +62,11 @@ def _graphs(artifact: Artifact) -> dict[str, str]:
 
 def of_artifact(artifact: Artifact) -> dict[str, Any]:
     """Return the part of the report that comes from the artifact's files."""
-    manifest, files = artifact.manifest, artifact.manifest["files"]
+    manifest, files = artifact.manifest_json(), artifact.manifest.files
     model, graphs = manifest["model"], list(_graphs(artifact))
     unreadable: list[str] = []
-    certificate = _told_by(artifact, CERTIFICATE, _certificate, unreadable)
-    passes = _told_by(artifact, COSTS, lambda data: _passes(CostLog.from_json(data), graphs), unreadable)
+    certificate = _read_with(artifact, CERTIFICATE, _certificate, unreadable)
+    passes = _read_with(artifact, COSTS, lambda data: _passes(CostLog.from_json(data), graphs), unreadable)
     if passes is None:
         rows = [{**row, "decode": None, "prefill": None} for row in manifest["passes"]]
         passes = {"workload": None, "passes": _with_graphs(rows, graphs[1:])}
@@ -81,19 +83,19 @@ def of_artifact(artifact: Artifact) -> dict[str, Any]:
         **passes,
         "certificate": certificate,
         "kernels": manifest["kernels"],
-        "files": {"number": len(files), "bytes": sum(entry["bytes"] for entry in files.values())},
+        "files": {"number": len(files), "bytes": sum(entry.bytes for entry in files.values())},
         "unreadable": unreadable,
     }
 
 
-def _told_by(
+def _read_with(
     artifact: Artifact, name: str, made: Callable[[Any], dict[str, Any]], unreadable: list[str]
 ) -> dict[str, Any] | None:
     """Return the result of `made` for a JSON file of the artifact; None if there is no such file, or it is damaged.
 
     A damaged file is added to `unreadable`, and logged.
     """
-    if name not in artifact.manifest["files"]:
+    if name not in artifact.manifest.files:
         return None
     try:
         return made(parse_json(artifact.read(name)))
@@ -153,17 +155,17 @@ def _work(row: PassCost, step: Step) -> dict[str, int]:
 
 async def _memory(model: ServedModel) -> dict[str, Any]:
     artifact, config = model.artifact, model.config
-    seqs, tokens = config.max_num_seqs, config.token_budget(artifact.manifest["targets"][0])
+    seqs, tokens = config.max_num_seqs, config.token_budget(artifact.manifest.targets[0])
     threads = available_cores() if config.num_threads == "auto" else config.num_threads
     groups = artifact.whole_kv_groups
-    found = {
+    found: dict[str, Any] = {
         "weights_bytes": sum(len(data) for data in artifact.maps.values()),
         "arena_bytes": sum(rank.memory.reserved_bytes(tokens, seqs, threads) for rank in artifact.ranks),
         "arena_for": {"num_tokens": tokens, "num_seqs": seqs, "num_threads": threads},
         "kv_bytes": None,
         "kv_tokens": None,
         "kv_bytes_per_token": sum(rank.kv_bytes_per_token for rank in artifact.ranks),
-        "kv_groups": groups,
+        "kv_groups": msgspec.to_builtins(groups),
         "block_size": artifact.block_size,
         "max_model_len": artifact.max_model_len,
     }
@@ -173,6 +175,6 @@ async def _memory(model: ServedModel) -> dict[str, Any]:
         return found
     sizes = [count * stats.block_size for count in stats.num_blocks]
     if len(sizes) == len(groups):
-        found["kv_bytes"] = sum(size * int(group["bytes_per_token"]) for size, group in zip(sizes, groups, strict=True))
+        found["kv_bytes"] = sum(size * group.bytes_per_token for size, group in zip(sizes, groups, strict=True))
         found["kv_tokens"] = min(sizes, default=None)
     return found

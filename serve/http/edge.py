@@ -71,14 +71,14 @@ class Edge:
         checks_host: refuse requests that a web page from another site could send (DNS rebinding).
         under_way: counts the requests whose body has come.
         """
-        self._app, self._access, self._ended = app, access, ended
+        self._app, self._access, self.ended = app, access, ended
         # Streams end in waves, and their clients send new requests in waves. At most so many requests start at the same
         # time, and the others wait, so that a wave does not delay all other tasks of the event loop.
         self._gate, self._gate_of_long = asyncio.Semaphore(STARTS_AT_ONCE), asyncio.Semaphore(1)
-        self._max_body_bytes = max_body_bytes
-        self._num_held = 0  # bytes of the bodies of all requests that are under way
+        self.max_body_bytes = max_body_bytes
+        self.num_held = 0  # bytes of the bodies of all requests that are under way
         self._checks_host = checks_host
-        self._under_way = under_way or UnderWay()
+        self.under_way = under_way or UnderWay()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,96 +86,114 @@ class Edge:
             return
         ARRIVED_AT.set(scope.get("arrived_at") or time.monotonic())  # when its head had come, as the protocol notes
         scope["path"] = scope["path"].rstrip("/") or "/"  # no redirect: behind a proxy, its scheme might be wrong
-        headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         scope["request_id"] = given if REQUEST_ID_FORM.fullmatch(given) else ""
         name = scope["request_id"] or f"req-{secrets.token_hex(12)}"
         REQUEST_ID.set(name)
         of_trace = ((name.decode("latin-1"), value) for name, value in scope["headers"] if name.startswith(b"trace"))
         note_trace((name, value.decode("latin-1")) for name, value in of_trace)
-        has_begun, size, held, caller = False, 0, 0, ANYBODY
-        gate: asyncio.Semaphore | None = None  # the gate in which this request holds a place while it starts
-        is_counted = False
-
-        def started() -> None:
-            nonlocal gate
-            if gate is not None:
-                gate.release()
-                gate = None
-
-        scope["started"] = started
-
-        def let_go() -> None:
-            nonlocal held
-            self._num_held, held = self._num_held - held, 0
-
-        async def counted() -> MutableMapping[str, Any]:
-            nonlocal size, held, gate, is_counted
-            message = await receive()
-            count = len(message.get("body", b""))
-            size, held, self._num_held = size + count, held + count, self._num_held + count
-            if size > self._max_body_bytes:
-                raise self._too_large()
-            if self._num_held > BODIES_AT_ONCE * self._max_body_bytes:
-                raise HTTPException(503, "the server holds too much of others' bodies; try again later", RETRY)
-            if size and not message.get("more_body", False) and message["type"] == "http.request":
-                is_counted = True
-                self._under_way.begin()
-                wanted = self._gate if size <= SHORT_BYTES else self._gate_of_long
-                await wanted.acquire()  # only now, when the whole body is here: no slow client holds a place
-                gate = wanted
-            return message
-
-        async def named(message: MutableMapping[str, Any]) -> None:
-            nonlocal has_begun
-            if message["type"] == "http.response.start":
-                has_begun = True
-                if any(
-                    name == b"content-length" for name, _ in message.get("headers", ())
-                ):  # the answer is complete, so the body is not needed
-                    let_go()
-                route = scope.get("route")
-                self._ended("other" if route is None else route.path, str(message["status"]))
-                more = [(b"x-request-id", name.encode("latin-1")), *caller.headers()]
-                message["headers"] = [*message.get("headers", ()), *more]
-            await send(message)
-
+        exchange = _Exchange(self, scope, receive, send, name)
+        scope["started"] = exchange.started
         try:
-            host = headers.get(b"host", b"").decode("latin-1")
-            if self._checks_host and not is_of_this_network(host):
-                raise HTTPException(
-                    403,
-                    f"Host: found {host!r:.80}, and a server without keys answers to this machine's names only,"
-                    " for its user's sake: ask localhost or an address, or serve with --api-keys, or with --insecure if"
-                    " something in front checks who asks",
-                )
-            length = headers.get(b"content-length", b"0")
-            if length.isdigit() and int(length) > self._max_body_bytes:
-                raise self._too_large()
-            if scope["path"] not in OPEN and not is_page(scope["path"]):
-                caller = self._access.caller(_secret(headers))
-                CALLER.set(caller)
-            await self._app(scope, counted, named)
+            self._admit(scope, exchange)
+            await self._app(scope, exchange.receive, exchange.send)
         except Unauthenticated as error:
-            await response_of(to_client_error(error))(scope, receive, named)
+            await response_of(to_client_error(error))(scope, receive, exchange.send)
         except HTTPException as error:
-            await error_of_http(error)(scope, receive, named)
+            await error_of_http(error)(scope, receive, exchange.send)
         except asyncio.CancelledError:  # only the shutdown cancels; uvicorn would log this as a fault
-            if not has_begun:
-                await response_of(to_client_error(EngineUnavailable(SHUTDOWN.late)))(scope, receive, named)
+            if not exchange.has_begun:
+                await response_of(to_client_error(EngineUnavailable(SHUTDOWN.late)))(scope, receive, exchange.send)
         except Exception:
             log.exception("an HTTP request failed")
-            if not has_begun:
-                await error_response(500, OUR_FAULT, "server_error")(scope, receive, named)
+            if not exchange.has_begun:
+                await error_response(500, OUR_FAULT, "server_error")(scope, receive, exchange.send)
         finally:
-            let_go()
-            started()
-            if is_counted:
-                self._under_way.end()
+            exchange.close()
 
-    def _too_large(self) -> HTTPException:
-        limit = self._max_body_bytes
+    def _admit(self, scope: Scope, exchange: _Exchange) -> None:
+        """Find out who asks; raise HTTPException or Unauthenticated for a request that is not taken."""
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._checks_host and not is_of_this_network(host):
+            raise HTTPException(
+                403,
+                f"Host: found {host!r:.80}, and a server without keys answers to this machine's names only,"
+                " for its user's sake: ask localhost or an address, or serve with --api-keys, or with --insecure if"
+                " something in front checks who asks",
+            )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.max_body_bytes:
+            raise self.too_large()
+        if scope["path"] not in OPEN and not is_page(scope["path"]):
+            exchange.caller = self._access.caller(_secret(headers))
+            CALLER.set(exchange.caller)
+
+    def gate_for(self, num_bytes: int) -> asyncio.Semaphore:
+        """Return the gate in which a request holds a place while it starts, by the size of its body."""
+        return self._gate if num_bytes <= SHORT_BYTES else self._gate_of_long
+
+    def too_large(self) -> HTTPException:
+        limit = self.max_body_bytes
         return HTTPException(413, f"the body has more than {limit} bytes; send fewer prompts at once, or token ids")
+
+
+class _Exchange:
+    """One request at the edge: the bytes of its body, its place while it starts, the headers of its answer."""
+
+    def __init__(self, edge: Edge, scope: Scope, receive: Receive, send: Send, name: str) -> None:
+        self._edge, self._scope, self._receive, self._send, self._name = edge, scope, receive, send, name
+        self.caller = ANYBODY
+        self.has_begun = False  # the answer
+        self._size = 0  # bytes of the body that have come
+        self._held = 0  # bytes of the body that this request still holds
+        self._gate: asyncio.Semaphore | None = None  # the gate in which it holds a place
+        self._is_counted = False
+
+    def started(self) -> None:
+        """Give the place in the gate to the next request."""
+        if self._gate is not None:
+            self._gate.release()
+            self._gate = None
+
+    def close(self) -> None:
+        self._let_go()
+        self.started()
+        if self._is_counted:
+            self._edge.under_way.end()
+
+    def _let_go(self) -> None:
+        self._edge.num_held, self._held = self._edge.num_held - self._held, 0
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """Receive a part of the body; raise HTTPException for too much of it."""
+        edge, message = self._edge, await self._receive()
+        count = len(message.get("body", b""))
+        self._size, self._held, edge.num_held = self._size + count, self._held + count, edge.num_held + count
+        if self._size > edge.max_body_bytes:
+            raise edge.too_large()
+        if edge.num_held > BODIES_AT_ONCE * edge.max_body_bytes:
+            raise HTTPException(503, "the server holds too much of others' bodies; try again later", RETRY)
+        if self._size and not message.get("more_body", False) and message["type"] == "http.request":
+            self._is_counted = True
+            edge.under_way.begin()
+            gate = edge.gate_for(self._size)
+            await gate.acquire()  # only now, when the whole body is here: no slow client holds a place
+            self._gate = gate
+        return message
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Send a part of the answer, whose headers get the request's id and the caller's limits."""
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            headers = message.get("headers", ())
+            if any(name == b"content-length" for name, _ in headers):  # the answer is complete: the body is not needed
+                self._let_go()
+            route = self._scope.get("route")
+            self._edge.ended("other" if route is None else route.path, str(message["status"]))
+            more = [(b"x-request-id", self._name.encode("latin-1")), *self.caller.headers()]
+            message["headers"] = [*headers, *more]
+        await self._send(message)
 
 
 def _secret(headers: Mapping[bytes, bytes]) -> str | None:

@@ -12,15 +12,15 @@ from inferc.errors import RequestError
 from inferc.runtime.openai.answer import Answer, EchoedPrompt, Token, Usage, prompt_offsets
 from inferc.runtime.openai.request import OpenAIRequest, Prompt
 from inferc.runtime.step.plan import Logprobs
+from inferc.serve.http.logprobs_json import PromptJson, check_likely, check_prompt_entries, prompt_json
 from inferc.serve.http.openai_chunks import Growing
-from inferc.serve.http.told_json import ToldPrompt, check_likely, check_told, told_prompt
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.models import TEXTS_AT_ONCE, ServedModel
 from inferc.serve.models.streams import Delta, Stream
 from inferc.serve.models.tasks import gather_some
 
 OPENED_AT_ONCE = 32  # streams opened before other tasks get a turn, which takes some milliseconds
-MANY_TOLD = 1 << 12  # tokens or characters of an answer that are encoded on the event loop, in some milliseconds
+MANY_ENTRIES = 1 << 12  # tokens or characters of an answer that are encoded on the event loop, in some milliseconds
 MANY_LISTED = 1 << 12  # token ids in parameters of the streams that are opened before other tasks get a turn
 
 
@@ -37,7 +37,7 @@ class Answering:
         self._request_id = request_id
         self._news = asyncio.Event()
         self._streams: list[Stream] = []
-        self._prompts: list[ToldPrompt] = []
+        self._prompts: list[PromptJson] = []
         self.num_entries = 0  # entries that all choices report about their prompts
         model.check_open(self.params, len(request.prompts))
 
@@ -49,10 +49,11 @@ class Answering:
         """
         ids = await self._encoded()
         num_tokens = sum(map(len, ids))
-        self.num_entries = check_told(self.request, self._top, num_tokens, 0)  # refuse before the work is done
+        # Refused before the work is done, as far as it can be.
+        self.num_entries = check_prompt_entries(self.request, self._top, num_tokens, 0)
         texts = [await self._text(prompt, each) for prompt, each in zip(self.request.prompts, ids, strict=True)]
-        check_told(self.request, self._top, num_tokens, sum(map(len, texts)))
-        self._prompts = await gather_some(self._told, list(zip(texts, ids, strict=True)), TEXTS_AT_ONCE)
+        check_prompt_entries(self.request, self._top, num_tokens, sum(map(len, texts)))
+        self._prompts = await gather_some(self._prompt_json, list(zip(texts, ids, strict=True)), TEXTS_AT_ONCE)
         if self.request.generates:
             at_once = max(1, min(OPENED_AT_ONCE, MANY_LISTED // max(1, self.params.num_listed)))
             for number, each in enumerate(ids):
@@ -110,7 +111,7 @@ class Answering:
         """End the request and raise RequestError if its answer has more entries than one answer may have."""
         check_likely(num_entries, self._streams)
 
-    def told(self, number: int) -> ToldPrompt:
+    def prompt_json(self, number: int) -> PromptJson:
         """Return the part of the answer that is about a prompt."""
         return self._prompts[number]
 
@@ -147,7 +148,7 @@ class Answering:
             return ""
         return prompt if isinstance(prompt, str) else await in_text_thread(partial(self.model.decode, ids, False))
 
-    async def _told(self, prompt: tuple[str, list[int]]) -> ToldPrompt:
+    async def _prompt_json(self, prompt: tuple[str, list[int]]) -> PromptJson:
         """Make the part of the answer that is about a prompt, given as its echoed text and its token ids."""
         text, ids = prompt
         request, params, top = self.request, self.params, self._top
@@ -159,12 +160,12 @@ class Answering:
         elif not request.generates:
             self.model.count(len(ids), params.n)
 
-        def make() -> ToldPrompt:
+        def make() -> PromptJson:
             offsets: list[int] = []
             if request.echo and rows is not None:
                 offsets = prompt_offsets(text, ids, self.token, self.model.engine.text.special_ids)
             wanted = [replace(row, top=()) for row in rows] if rows and not top else rows
-            return told_prompt(request, EchoedPrompt(text, ids, wanted, offsets), self.token)
+            return prompt_json(request, EchoedPrompt(text, ids, wanted, offsets), self.token)
 
-        is_much = len(text) + len(ids) * (1 + (top or 0)) > MANY_TOLD
+        is_much = len(text) + len(ids) * (1 + (top or 0)) > MANY_ENTRIES
         return await in_text_thread(make) if is_much else make()

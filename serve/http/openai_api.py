@@ -32,10 +32,10 @@ from inferc.runtime.step.sampling_params import of_chat
 from inferc.serve.http.answers import STREAMED, Json, answered
 from inferc.serve.http.bodies import described, read_body
 from inferc.serve.http.edge import body_of, while_client_waits
-from inferc.serve.http.openai_answering import MANY_TOLD, Answering
+from inferc.serve.http.logprobs_json import chat_lists, json_items, json_list
+from inferc.serve.http.openai_answering import MANY_ENTRIES, Answering
 from inferc.serve.http.openai_chunks import DONE, Chunks, event
 from inferc.serve.http.responses_api import responses_routes
-from inferc.serve.http.told_json import chat_lists, items, listed
 from inferc.serve.models import text_calls
 from inferc.serve.models.embedding import Vectors, embed
 from inferc.serve.models.long_texts import BY_TURNS, in_text_thread
@@ -117,7 +117,7 @@ def openai_routes(models: Models) -> APIRouter:
                 ids = await text_calls.tokenize_chat(model, messages, request.template)
         make = partial(_tokens, model, ids, bool(values.get("return_token_strs")))
         async with while_client_waits(http.receive):
-            return make() if len(ids) <= MANY_TOLD else await BY_TURNS.run(make)
+            return make() if len(ids) <= MANY_ENTRIES else await BY_TURNS.run(make)
 
     @routes.post("/detokenize", tags=["text"], openapi_extra=described("DetokenizeBody"))
     async def detokenize(http: Request) -> Json:
@@ -199,8 +199,8 @@ def _tokens(model: ServedModel, ids: list[int], is_spelled: bool) -> Json:
         return [model.engine.text.token_bytes(token).decode(errors="replace") for token in part]
 
     facts = {"count": len(ids), "max_model_len": model.engine.facts.max_model_len}
-    strings = {"token_strs": listed(items(ids, spelled))} if is_spelled else {}
-    return Json({**facts, "tokens": listed(items(ids)), **strings})
+    strings = {"token_strs": json_list(json_items(ids, spelled))} if is_spelled else {}
+    return Json({**facts, "tokens": json_list(json_items(ids)), **strings})
 
 
 async def _generate(models: Models, url: str, http: Request) -> Response:
@@ -236,10 +236,10 @@ class _Completions:
         found = response_body(request, plain, self.name, self.model.name, self.created, token)
         for index, (choice, output) in enumerate(zip(found["choices"], outputs, strict=True)):
             if request.kind == "completion":
-                choice.update(answering.told(index // request.num_outputs).choice(output, token))
+                choice.update(answering.prompt_json(index // request.num_outputs).choice(output, token))
             elif output.logprobs is not None:
                 choice["logprobs"] = chat_lists(output.logprobs, token)
-        of_chat = answering.told(0).fields if request.kind == "chat" else {}
+        of_chat = answering.prompt_json(0).fields if request.kind == "chat" else {}
         return {**found, **of_chat, "system_fingerprint": self.model.fingerprint}
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
@@ -260,11 +260,11 @@ class _Completions:
                 async for number, index, delta in deltas:
                     counts[number] = counts.get(number, 0) + len(delta.token_ids)
                     usage = answering.usage_of(number, counts[number]) if continuous else None
-                    told = answering.told(number)
-                    if answering.num_entries > MANY_TOLD and not chunks.has_begun(index):
-                        yield await in_text_thread(partial(chunks.of, index, delta, told, usage))
+                    prompt_json = answering.prompt_json(number)
+                    if answering.num_entries > MANY_ENTRIES and not chunks.has_begun(index):
+                        yield await in_text_thread(partial(chunks.of, index, delta, prompt_json, usage))
                     else:
-                        yield chunks.of(index, delta, told, usage)
+                        yield chunks.of(index, delta, prompt_json, usage)
                     has_begun = True
             if with_usage:
                 yield chunks.usage(answering.usage(counts))

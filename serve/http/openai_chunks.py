@@ -19,7 +19,7 @@ from inferc.runtime.openai.answer import (
 )
 from inferc.runtime.openai.request import OpenAIRequest
 from inferc.runtime.step.plan import Logprobs
-from inferc.serve.http.told_json import ToldPrompt
+from inferc.serve.http.logprobs_json import PromptJson
 from inferc.serve.models.streams import Delta
 
 DONE = b"data: [DONE]\n\n"
@@ -56,7 +56,7 @@ class Chunks:
         """Return whether a choice's first events have been made, which also report its prompt."""
         return index in self._begun
 
-    def of(self, index: int, delta: Delta, prompt: ToldPrompt, usage: Usage | None = None) -> bytes:
+    def of(self, index: int, delta: Delta, prompt: PromptJson, usage: Usage | None = None) -> bytes:
         """Return the events of a delta of choice `index`.
 
         prompt: the report about the prompt, which comes before the choice's first delta.
@@ -105,7 +105,7 @@ class Chunks:
         beside = b"," + msgspec.json.encode(more)[1:-1] if more else b""
         return b"".join((self._start, b"%d" % index, encoded, b"]", beside, self._usage(usage), self._end))
 
-    def _echo(self, index: int, prompt: ToldPrompt, usage: Usage | None) -> bytes:
+    def _echo(self, index: int, prompt: PromptJson, usage: Usage | None) -> bytes:
         """Return the event that echoes the prompt, the first of its choice."""
         if prompt.lists is not None:
             self._offsets[index] = prompt.text_len

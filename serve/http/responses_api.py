@@ -28,9 +28,9 @@ from inferc.runtime.step.sampling_params import of_chat
 from inferc.serve.http.answers import STREAMED, answered
 from inferc.serve.http.bodies import described, read_body
 from inferc.serve.http.edge import body_of
-from inferc.serve.http.openai_answering import MANY_TOLD, Answering
+from inferc.serve.http.logprobs_json import chat_lists
+from inferc.serve.http.openai_answering import MANY_ENTRIES, Answering
 from inferc.serve.http.openai_chunks import Growing
-from inferc.serve.http.told_json import chat_lists
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.models import Models
 from inferc.serve.security.access import CALLER
@@ -122,7 +122,7 @@ class _ResponseForm:
 
 async def _made(make: Callable[[], bytes], num_entries: int) -> bytes:
     """Return the result of `make`, which runs on a thread if it is about many tokens and likely tokens."""
-    return make() if num_entries <= MANY_TOLD else await in_text_thread(make)
+    return make() if num_entries <= MANY_ENTRIES else await in_text_thread(make)
 
 
 class _Events:

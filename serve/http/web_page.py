@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
 from inferc.errors import ArtifactError
-from inferc.serve.http.artifact_report import READING, graph_text, story
+from inferc.serve.http.artifact_report import READING, artifact_report, graph_text
 from inferc.serve.models.models import Models
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def page_routes(models: Models) -> APIRouter:
     @routes.get("/artifact", tags=["server"])
     async def artifact(model: str = "") -> Response:
         """Report what the compiler did: passes, certificate, memory, kernels."""
-        found = await story(models.get(model))
+        found = await artifact_report(models.get(model))
         return Response(json.dumps(found).encode(), media_type="application/json")
 
     @routes.get("/artifact/graphs/{name}", tags=["server"])

@@ -64,11 +64,11 @@ def _check_embeds(model: ServedModel) -> None:
     """
     if model.embeds:
         return
-    if model.artifact.model.get("pooling") is None:
+    if model.artifact.model.pooling is None:
         raise RequestError(
             f"input: model {model.name} makes no vectors of texts, it generates text; use a model that was made for it"
         )
-    target, ranks = model.artifact.manifest["targets"][0], len(model.artifact.ranks)
+    target, ranks = model.artifact.manifest.targets[0], len(model.artifact.ranks)
     found = f"target {target}" if ranks == 1 else f"target {target} in {ranks} ranks"
     raise RequestError(
         f"input: model {model.name} was made for vectors of texts, but compiled for {found} it makes none:"

@@ -124,8 +124,8 @@ class ServedModel:
         self._log_level = logging.INFO if options.log_requests else logging.DEBUG
         self.info = ModelInfo(
             source.name,
-            str(artifact.model["model_type"]),
-            str(artifact.config["dtype"]),
+            artifact.model.model_type,
+            artifact.config.dtype,
             config.max_num_seqs,
             int(time.time()),
         )
@@ -141,7 +141,7 @@ class ServedModel:
         self.kv_events = kv_events
         # A restarted engine checks the manifest's hash: it starts only with the artifact whose tokenizer is loaded
         # here.
-        expected = {"path": str(source.path), "manifest_sha256": artifact.manifest["sha256"]}
+        expected = {"path": str(source.path), "manifest_sha256": artifact.manifest.sha256}
         arguments = {**expected, **dataclasses.asdict(config)}
         on_kv_events = None if self.kv_events is None else self.kv_events.add
 
@@ -188,7 +188,7 @@ class ServedModel:
     @property
     def fingerprint(self) -> str:
         """The artifact's id, for OpenAI's system_fingerprint: with equal fingerprints a seed gives equal answers."""
-        return f"inferc-{str(self.artifact.manifest['sha256'])[:12]}"
+        return f"inferc-{self.artifact.manifest.sha256[:12]}"
 
     async def encode(self, text: str, add_special_tokens: bool = True, is_prompt: bool = True) -> list[int]:
         """Return the token ids of a text; a long one is tokenized on a thread, so that nobody else waits.
@@ -327,7 +327,7 @@ class ServedModel:
         try:
             files, in_text = self.artifact.tokenizer, self._special_tokens_in_text
             self.engine.text = await asyncio.to_thread(Text, files, in_text)
-            self.engine.text.check_stop_ids(self.artifact.model["eos_token_ids"])
+            self.engine.text.check_stop_ids(self.artifact.model.eos_token_ids)
             await starting
         except BaseException:
             starting.cancel()

@@ -95,7 +95,7 @@ class Supervisor:
     ) -> None:
         self.engine = engine
         self._files = files or NoFiles()
-        self._told = ""  # the fault of a file that was logged last
+        self._reported = ""  # the fault of a file that was logged last
         self._num_looks = 0  # checks of the damaged files so far
         self.num_restarts = 0
         self.num_swaps = 0  # sleeps that made room for another model
@@ -271,11 +271,11 @@ class Supervisor:
         start will; only wait as long as until the next check.
         """
         if self.engine.reason != DAMAGED:
-            self._num_looks, self._told = 0, ""  # log again: the earlier line did not say that requests are refused
+            self._num_looks, self._reported = 0, ""  # log again: the earlier line did not say that requests are refused
             self._detach("damaged", DAMAGED)
-        if self._told != reason:
+        if self._reported != reason:
             log.error("%s; requests are refused until it is as it was", reason)
-            self._told = reason
+            self._reported = reason
         while True:
             await asyncio.sleep(min(FIRST_LOOK_SECONDS * 2**self._num_looks, MAX_LOOK_SECONDS))
             self._num_looks = min(self._num_looks + 1, 16)
@@ -284,11 +284,11 @@ class Supervisor:
             fault = await asyncio.to_thread(self._files.fault)
             if fault is None:
                 break
-            if self._told != fault.reason:
+            if self._reported != fault.reason:
                 log.error("%s", fault.reason)
-                self._told = fault.reason
+                self._reported = fault.reason
         log.warning("the artifact's files are as they were")
-        self._told = ""
+        self._reported = ""
         self._deaths.clear()
 
     async def _start_process(self, limit_seconds: float | None = None) -> None:
@@ -351,15 +351,15 @@ class Supervisor:
                 continue
             is_watched = True
             if fault is None:
-                self._told = ""
+                self._reported = ""
             if fault is not None and fault.in_place:
                 log.error("%s; the engine, which reads it, is killed", fault.reason)
                 await asyncio.to_thread(process.kill, HARMED)
-            elif fault is not None and self._told != fault.reason:
+            elif fault is not None and self._reported != fault.reason:
                 log.warning(
                     "%s; the engine that runs keeps what lay there before, and another could not start", fault.reason
                 )
-                self._told = fault.reason
+                self._reported = fault.reason
 
     async def _watch_process(self, process: EngineProcessLike) -> str | None:
         answered, asked = asyncio.Event(), time.monotonic()

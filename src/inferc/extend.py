@@ -4,7 +4,7 @@ docs/extending.md teaches them, examples/own_pass.py uses them. Their place here
 from are internal and may move. Imports torch, and nothing that reads a checkpoint.
 """
 
-from inferc.codegen.cpp.calls import Builder, cpp_float
+from inferc.codegen.cpp.calls.builder import Builder, cpp_float
 from inferc.codegen.cpp.values import Call, cpp_type, row_count
 from inferc.codegen.kernel import OTHER_CASE, OTHER_TARGET, Kernel
 from inferc.codegen.values import Operand, Values

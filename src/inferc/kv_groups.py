@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from inferc.errors import ConfigError, UnsupportedError
+from inferc.manifest_types import KvGroup
 
 NEVER = 2**62  # a position later than that of any token
 STRIDE = 8  # the number of blocks that a group with eviction returns to the pool at once
@@ -230,9 +231,9 @@ KINDS: dict[str, Callable[[int, int], CacheGroup]] = {
 """The constructors of groups, called with (bytes per token, window), by the `kind` of a manifest's entry."""
 
 
-def cache_groups(entries: Sequence[Mapping[str, Any]]) -> tuple[CacheGroup, ...]:
+def cache_groups(entries: Sequence[KvGroup]) -> tuple[CacheGroup, ...]:
     """Return the groups of an artifact, from its manifest's `kv_groups`."""
-    return tuple(KINDS[str(entry["kind"])](int(entry["bytes_per_token"]), int(entry["window"])) for entry in entries)
+    return tuple(KINDS[entry.kind](entry.bytes_per_token, entry.window) for entry in entries)
 
 
 def pools_bytes(groups: Sequence[CacheGroup], limits: CacheLimits, num_blocks: Sequence[int]) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,28 +42,6 @@ STORED_DTYPES = {
 def segment_plan(name: str) -> str:
     """Return the file name of a segment's TensorRT plan."""
     return f"tensorrt/{name}.plan"
-
-
-def holds_weights(name: str, entry: Mapping[str, Any]) -> bool:
-    """Return whether a file with this entry in the manifest holds weights.
-
-    Plans of segments are mapped as weight files are, but hold none.
-    """
-    return "xxh3_128" in entry and not name.startswith("tensorrt/segment-")
-
-
-@dataclass(frozen=True)
-class StoredWeight:
-    """A row of the step's weight table: where a tensor is stored and how its bytes are read."""
-
-    name: str
-    file: str
-    offset: int  # the offset of the first byte in the file, a multiple of 64
-    num_bytes: int
-    dtype: str
-    shape: tuple[int, ...]  # the shape of the logical tensor
-    physical_shape: tuple[int, ...]  # the shape of the stored tensor
-    layout: str  # "" for row-major
 
 
 def align(size: int) -> int:

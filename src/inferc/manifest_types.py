@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
+from inferc.arena import Arena, align_rows
 from inferc.system.json_text import parse_json
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
@@ -25,12 +26,16 @@ Pool = Literal["T", "S", "B", "sample"]
 Type = TypeVar("Type")
 
 
-class FileEntry(Struct, frozen=True):
+class FileEntry(Struct, frozen=True, omit_defaults=True):
     """A file of the artifact: a file read whole has a SHA-256, a mapped file has the digests of its chunks."""
 
     bytes: Count
-    sha256: Sha256 | UnsetType = UNSET
-    xxh3_128: list[Xxh3] | UnsetType = UNSET
+    sha256: Sha256 | None = None
+    xxh3_128: list[Xxh3] | None = None
+
+    def holds_weights(self, name: str) -> bool:
+        """Return whether the file, whose name is `name`, holds weights: plans of segments are mapped too."""
+        return self.xxh3_128 is not None and not name.startswith("tensorrt/segment-")
 
 
 class Pooling(Struct, frozen=True):
@@ -57,7 +62,7 @@ class Model(Struct, frozen=True):
     generation: dict[str, Any]
     hf_config: dict[str, Any]
     pooling: Pooling | None
-    quantization: Quantization | UnsetType = UNSET
+    quantization: Quantization | None = None
 
 
 class KvGroup(Struct, frozen=True):
@@ -70,16 +75,31 @@ class KvGroup(Struct, frozen=True):
     bytes_per_token: Positive
 
 
-class Arena(Struct, frozen=True, forbid_unknown_fields=True):
+class MemoryFormula(Struct, frozen=True, forbid_unknown_fields=True):
+    """The size of a step's arena in bytes, as a linear function of the most that a step may hold."""
+
     const: Count
     per_token: Count
     per_row: Count
     per_seq: Count
     per_thread: Count
 
+    def arena_bytes(self, num_tokens: int, num_rows: int, num_seqs: int, num_threads: int) -> int:
+        """Return the bytes for these maxima; all but the threads are rounded up to a multiple of 64."""
+        rows = (
+            self.per_token * align_rows(num_tokens)
+            + self.per_row * align_rows(num_rows)
+            + self.per_seq * align_rows(num_seqs)
+        )
+        return self.const + rows + self.per_thread * num_threads
+
+    def reserved_bytes(self, num_tokens: int, num_seqs: int, num_threads: int) -> int:
+        """Return the bytes that a runner reserves: scoring needs a row per token. Untouched pages take no memory."""
+        return self.arena_bytes(num_tokens, num_tokens, num_seqs, num_threads)
+
 
 class Memory(Struct, frozen=True):
-    arena: Arena
+    arena: MemoryFormula
     kv_bytes_per_token: Count
 
 
@@ -136,7 +156,7 @@ class Determinism(Struct, frozen=True):
 class PlanProfile(Struct, frozen=True):
     max_num_tokens: Positive
     max_num_rows: Positive
-    max_num_seqs: Positive | UnsetType = UNSET
+    max_num_seqs: Positive | None = None
 
 
 class PlanRow(Struct, frozen=True):
@@ -149,7 +169,7 @@ class Tensorrt(Struct, frozen=True):
     version: str
     arch: str
     profiles: Annotated[list[PlanProfile], Meta(min_length=1)]
-    plans: list[PlanRow] | UnsetType = UNSET
+    plans: list[PlanRow] | None = None
 
 
 class Manifest(Struct, frozen=True):
@@ -167,7 +187,7 @@ class Manifest(Struct, frozen=True):
     determinism: Determinism
     files: dict[str, FileEntry]
     sha256: Sha256
-    tensorrt: Tensorrt | UnsetType = UNSET
+    tensorrt: Tensorrt | None = None
 
 
 # ------------------------------------------------------------------------------------------ program.json
@@ -196,15 +216,17 @@ class StepTypes(Struct, frozen=True):
     hidden: Hidden
 
 
-class WeightRow(Struct, frozen=True, forbid_unknown_fields=True):
+class StoredWeight(Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of the step's weight table: where a tensor is stored and how its bytes are read."""
+
     name: str
     file: str
-    offset: Count
+    offset: Count  # the offset of the first byte in the file, a multiple of 64
     num_bytes: Count
     dtype: str
-    shape: list[Count]
-    physical_shape: list[Count]
-    layout: str
+    shape: tuple[Count, ...]  # the shape of the logical tensor
+    physical_shape: tuple[Count, ...]  # the shape of the stored tensor
+    layout: str  # "" for row-major
 
 
 class Place(Struct, frozen=True):
@@ -221,8 +243,14 @@ class Pools(Struct, frozen=True):
 
 
 class MemoryPlan(Struct, frozen=True):
+    """The places of a step's values in the arena, by the names of their nodes."""
+
     values: dict[str, Place]
     pools: Pools
+
+    @property
+    def arena(self) -> Arena:
+        return Arena(msgspec.structs.asdict(self.pools))
 
 
 class Observable(Struct, frozen=True):
@@ -233,6 +261,16 @@ class Observable(Struct, frozen=True):
     shape: list[Count]
 
 
+class Tiling(Struct, frozen=True):
+    """The tiles that one instruction set takes for a product of at most `up_to` rows, and its expected speed."""
+
+    up_to: Count
+    rows: Count
+    k_bytes: Count
+    pairs: Count
+    of_peak: float
+
+
 class Product(Struct, frozen=True):
     """A matrix product of the compiled step, with its expected costs, for `inferc bench kernels`."""
 
@@ -241,7 +279,7 @@ class Product(Struct, frozen=True):
     k: Count
     row_bytes: Count  # the bytes of an element of a row
     weight_bytes: float  # the bytes of an element of the weight, 0.5 for four bits
-    choices: dict[str, list[dict[str, int | float]]]
+    choices: dict[str, list[Tiling]]
 
 
 class Node(Struct, frozen=True):
@@ -253,13 +291,13 @@ class Node(Struct, frozen=True):
     op: Literal["placeholder", "get_attr", "call_function", "output"]
     id: str
     args: list[Any]
-    target: str | UnsetType = UNSET
-    kwargs: dict[str, Any] | UnsetType = UNSET
-    val: TensorType | list[Any] | int | str | None | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    layer: Small | None | UnsetType = UNSET
-    segment: str | int | None | UnsetType = UNSET
-    kernel: str | UnsetType = UNSET
+    target: str | None = None
+    kwargs: dict[str, Any] | None = None
+    val: TensorType | list[Any] | int | str | None = None
+    name: str | None = None
+    layer: Small | None = None
+    segment: str | int | None = None
+    kernel: str | None = None
 
 
 class Graph(Struct, frozen=True):
@@ -276,17 +314,17 @@ class Graph(Struct, frozen=True):
 class Where(Struct, frozen=True):
     """The place of a launch's argument: in the arena, or the name of something that the runner holds."""
 
-    value: Pool | UnsetType = UNSET
-    offset: Count | UnsetType = UNSET
-    column: Count | UnsetType = UNSET
-    shifted: Count | UnsetType = UNSET
-    weight: str | UnsetType = UNSET
-    cache: Small | UnsetType = UNSET
-    input: str | UnsetType = UNSET
-    counts: str | UnsetType = UNSET
-    output: str | UnsetType = UNSET
-    state: str | UnsetType = UNSET
-    scratch: str | UnsetType = UNSET
+    value: Pool | None = None
+    offset: Count | None = None  # beside `value` and `cache`
+    column: Count | None = None  # beside `value`
+    shifted: Count = 0
+    weight: str | None = None
+    cache: Small | None = None
+    input: str | None = None
+    counts: str | None = None
+    output: str | None = None
+    state: str | None = None
+    scratch: str | None = None
 
 
 class Choice(Struct, frozen=True):
@@ -294,18 +332,37 @@ class Choice(Struct, frozen=True):
     kernel: str
 
 
+class Written(Struct, frozen=True):
+    """A value of `observable` that a launch writes into the arena, in rows of `stride` elements."""
+
+    id: Small
+    value: Pool
+    offset: Count
+    column: Count
+    stride: Positive
+
+
 class Launch(Struct, frozen=True):
-    """A launch of a step on a GPU: a kernel chosen by the number of rows, or a TensorRT engine."""
+    """A launch of a step on a GPU: a kernel chosen by the number of rows, or a TensorRT engine.
+
+    order: the order of addition that needs it, or None; only: the kind of step that needs it, or "".
+    """
 
     rows: Literal["tokens", "rows", "seqs"]
     arguments: dict[str, Where]
-    choices: list[Choice] | UnsetType = UNSET
-    engine: str | UnsetType = UNSET
-    shapes: dict[str, list[Any]] | UnsetType = UNSET
-    order: str | UnsetType = UNSET
-    only: str | None | UnsetType = UNSET
-    num_ops: Count | UnsetType = UNSET
-    node: str | UnsetType = UNSET
+    choices: list[Choice] = []
+    engine: str | None = None
+    shapes: dict[str, list[Any]] = {}
+    order: str | None = None
+    only: str = ""
+    num_ops: Count = 1
+    node: str = ""
+    layer: Small | None = None
+    writes: list[Written] = []
+
+    def is_for(self, order: str) -> bool:
+        """Return whether steps of this order of addition have the launch."""
+        return self.order in (None, order)
 
 
 class Launches(Struct, frozen=True):
@@ -316,6 +373,20 @@ class Launches(Struct, frozen=True):
     score: list[Launch]
 
 
+class Scratch(Struct, frozen=True):
+    """The size in bytes of a buffer that launches share, by the most that a step may hold."""
+
+    const: Count = 0
+    per_token: Count = 0
+    per_row: Count = 0
+    per_seq: Count = 0
+    order: str | None = None
+
+    def is_for(self, order: str) -> bool:
+        """Return whether steps of this order of addition have the buffer."""
+        return self.order in (None, order)
+
+
 class SharedPrefixes(Struct, frozen=True):
     members: Positive
     keys: Positive
@@ -324,18 +395,18 @@ class SharedPrefixes(Struct, frozen=True):
 class Program(Struct, frozen=True):
     """The contents of program.json.
 
-    The last four fields are for targets whose steps are GPU launches or C++.
+    The last five fields are for targets whose steps are GPU launches or C++.
     """
 
     step: StepTypes
-    weights: list[WeightRow]
+    weights: list[StoredWeight]
     memory_plan: MemoryPlan
     program: Graph
-    observable: list[Observable] | UnsetType = UNSET
-    products: list[Product] | UnsetType = UNSET
-    launches: Launches | UnsetType = UNSET
-    scratch: dict[str, dict[str, Count | str]] | UnsetType = UNSET
-    shared_prefixes: dict[str, SharedPrefixes] | UnsetType = UNSET
+    observable: list[Observable] = []
+    products: list[Product] = []
+    launches: Launches = Launches([], [], [], [], [])
+    scratch: dict[str, Scratch] = {}
+    shared_prefixes: dict[str, SharedPrefixes] = {}
 
 
 # ------------------------------------------------------------------------------------------ records.json
@@ -387,14 +458,14 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 # ----------------------------------------------------------------------------------------------- reading
 
 
-def read_typed(data: bytes, kind: type[Type]) -> tuple[dict[str, Any], Type]:
-    """Read a JSON file; return it as parsed, and converted to the type `kind`.
+def read_typed(data: bytes, kind: type[Type]) -> Type:
+    """Return the contents of a JSON file as the type `kind`.
 
     Raises ValueError, naming the field, where it is not of that type.
     """
     raw = parse_json(data)
     try:
-        return raw, msgspec.convert(raw, kind)
+        return msgspec.convert(raw, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ValueError(_in_words(error)) from None
 

@@ -223,7 +223,7 @@ def read_envelope(folder: Path) -> Envelope | None:
     """Read signature.json; return None where there is none, and raise ArtifactError for what is no envelope."""
     path = folder / SIGNATURE
     try:
-        envelope = read_typed(path.read_bytes(), Envelope)[1]
+        envelope = read_typed(path.read_bytes(), Envelope)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -251,7 +251,7 @@ def signature_facts(folder: Path, manifest: bytes) -> dict[str, Any] | None:
 def statement_of(folder: Path, envelope: Envelope) -> Statement:
     """Return the statement in an envelope, whoever signed it; raise ArtifactError for a damaged one."""
     try:
-        return read_typed(_decoded(envelope.payload), Statement)[1]
+        return read_typed(_decoded(envelope.payload), Statement)
     except ValueError as error:
         raise ArtifactError(f"{folder / SIGNATURE} is damaged: {error}; {SIGN.format(folder=folder)}") from None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manifests import read_manifest, rewrite_manifest
 from serving import ENV, INFERC, run_inferc
 from typer.testing import CliRunner
 
@@ -291,12 +292,10 @@ def test_a_damaged_artifact(tiny_artifact: Path, tmp_path: Path) -> None:
 
 
 def test_an_artifact_of_before_costs(tiny_artifact: Path, tmp_path: Path) -> None:
-    from inferc.manifest import seal_manifest
-
     artifact = Path(shutil.copytree(tiny_artifact, tmp_path / "artifact"))
-    manifest = json.loads((artifact / "engine.json").read_text())
-    del manifest["files"]["graph/costs.json"], manifest["sha256"]
-    (artifact / "engine.json").write_bytes(seal_manifest(manifest))
+    files = read_manifest(artifact)["files"]
+    del files["graph/costs.json"]
+    rewrite_manifest(artifact, files=files)
     assert "stored no costs; compile the model again" in refused(artifact, "--device", "l4")
 
 

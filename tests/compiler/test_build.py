@@ -21,7 +21,8 @@ from inferc.codegen import artifact_writer as emit
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ArtifactError, ConfigError, UnsupportedError
-from inferc.runtime.artifact.load import inspect_artifact, load_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
+from inferc.runtime.artifact.load import load_artifact
 
 QUICK = CompileConfig(target="reference", certify="none")
 SCRIPT = """

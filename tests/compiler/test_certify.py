@@ -74,7 +74,7 @@ def test_layers(half_folder: Path, tmp_path: Path) -> None:
     assert certificate["scope"] == "a random copy of the first 1 layers, which hold every kind of layer of the model"
     assert certificate["ok"]
     assert [row["name"] for row in certificate["rows"]][:2] == ["hugging_face", "captured"]
-    assert load_artifact(tmp_path / "out").program["program"]["num_layers"] == 2
+    assert load_artifact(tmp_path / "out").program.program.num_layers == 2
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from inferc.config import CompileConfig
 from inferc.errors import VerifyError
 from inferc.frontend.checkpoint.load import load
 from inferc.passes.quantize.schemes import KV_INT8, SCHEMES
-from inferc.runtime.artifact.load import inspect_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
 
 PROMPTS = [[3, 200, 17, 45, 96], [7, 7, 80, 12, 5, 61, 190, 33, 2]]
 

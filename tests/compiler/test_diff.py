@@ -140,7 +140,7 @@ def test_every_layer_of_a_family_is_compared(name: str, tmp_path: Path) -> None:
     compile(model, tmp_path / "artifact", CompileConfig(certify="none", target="reference"))
     result = run(tmp_path / "artifact", model)
     assert result["ok"] is True
-    count = int(load_artifact(tmp_path / "artifact").model["num_attention_layers"])
+    count = load_artifact(tmp_path / "artifact").model.num_attention_layers
     assert [row["layer"] for row in result["layers"]] == list(range(count))
     assert all(row["engine_to_model"]["relative_error"] < 1e-5 for row in result["layers"])
 

@@ -16,7 +16,7 @@ from random_models import make_random_model
 import inferc
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
-from inferc.runtime.artifact.load import inspect_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
 from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.step.cost import WORK

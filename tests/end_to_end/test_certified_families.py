@@ -9,7 +9,7 @@ from random_models import make_random_model
 
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
-from inferc.runtime.artifact.load import inspect_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
 
 SLOW = ("deepseek_v3", "gemma3_text")
 

@@ -124,7 +124,7 @@ def test_quantized_rows_that_are_no_floats_make_none(model: Path, tmp_path: Path
     say_pooling(model, {"pooling_mode_mean_tokens": True})
     compile(model, tmp_path / "out", CompileConfig(dtype="bfloat16", quantize="w8a8", certify="none"))
     artifact = load_artifact(tmp_path / "out")
-    hidden = artifact.program["step"]["hidden"]["dtype"]
+    hidden = artifact.program.step.hidden.dtype
     with LLM(tmp_path / "out") as llm:
         if hidden == "int8":
             with pytest.raises(RequestError, match="makes no vectors"):

@@ -36,6 +36,7 @@ from inferc.kv_groups import cache_groups
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.runner import CudaRunner
+from inferc.runtime.runners.cuda.weights import placer
 from inferc.runtime.runners.reference import ReferenceRunner
 
 pytestmark = [
@@ -157,7 +158,8 @@ def runners(folder: Path, how: str = "", **changes: Any) -> tuple[CudaRunner, Re
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, kv_memory_bytes=64 << 20, **changes)
     groups = cache_groups(artifact.kv_groups)
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, 64 << 20, "cuda")
-    return CudaRunner(artifact, resolved, Driver(), owns_driver=True, poison=True), ReferenceRunner(reference, resolved)
+    runner = CudaRunner(artifact, resolved, Driver(), placer(artifact), owns_driver=True, poison=True)
+    return runner, ReferenceRunner(reference, resolved)
 
 
 @pytest.mark.parametrize(("name", "how"), [*((name, "") for name in BF16), (LIBRARY, "-library")])

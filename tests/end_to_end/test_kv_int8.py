@@ -19,7 +19,7 @@ from inferc.config import CompileConfig
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
 from inferc.ir.reference import run_lowered, weight_reader
-from inferc.runtime.artifact.load import inspect_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
 from inferc.targets import Target
 
 SHIPPED = Path(__file__).parents[2] / "examples/models"

@@ -13,7 +13,7 @@ from inferc.config import CompileConfig
 from inferc.errors import ConfigError
 from inferc.frontend.checkpoint.load import load
 from inferc.frontend.reference import reference_greedy
-from inferc.runtime.artifact.load import inspect_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
 
 ORIGINAL = 64
 MAX_MODEL_LEN = 128

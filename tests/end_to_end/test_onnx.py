@@ -134,7 +134,7 @@ def test_the_certificate_has_a_row_of_onnxruntime(tmp_path: Path) -> None:
     assert rows[-1]["ran_by"].startswith("onnxruntime ") and "(cpu)" in rows[-1]["ran_by"]
     assert all(row["ok"] and row["kl"] < 1e-9 and row["relative_error"] < 1e-5 for row in rows), rows
     assert rows[-1]["greedy_equal"] == len(summary.certificate["prompts"])
-    assert load_artifact(tmp_path / "out").manifest["determinism"]["contract"].startswith("none")
+    assert load_artifact(tmp_path / "out").manifest.determinism.contract.startswith("none")
 
 
 @pytest.mark.parametrize("quantize", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "int4"))])

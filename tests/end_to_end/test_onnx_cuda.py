@@ -17,7 +17,8 @@ import inferc
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig, Quantize
 from inferc.errors import ConfigError, InfercError, UnsupportedError
-from inferc.runtime.artifact.load import inspect_artifact, load_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
+from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.runners.cuda import driver
 from inferc.runtime.runners.dense import onnxruntime as onnx_model
 

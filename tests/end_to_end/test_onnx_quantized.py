@@ -15,7 +15,7 @@ import inferc
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.passes.quantize.schemes import SCHEMES
-from inferc.runtime.artifact.load import inspect_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
 PERPLEXITY = {  # of the cpu target in float32 by `inferc eval`: docs/quantization.md has the figures

@@ -16,7 +16,7 @@ import inferc
 from inferc.compiler.build import compile
 from inferc.compiler.certify import run_kernels
 from inferc.config import CompileConfig, Quantize
-from inferc.runtime.artifact.load import inspect_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
 
 SHIPPED = Path(__file__).parents[2] / "examples/models"
 PROMPTS = [[(7 + 13 * i * i + length) % 300 for i in range(length)] for length in (5, 23, 70)]

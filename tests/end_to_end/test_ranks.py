@@ -24,7 +24,8 @@ from inferc.cli.main import app
 from inferc.codegen.cpp import build as cpp_build
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig, EngineConfig
-from inferc.runtime.artifact.load import inspect_artifact, load_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
+from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.measure.bench import model_cost
 from inferc.runtime.runners.cpu.abi import choose_isa
 from inferc.runtime.runners.cpu.collectives import Bytes, Collectives
@@ -139,8 +140,8 @@ def test_stages_with_other_windows_share_one_scheduler(tmp_path: Path) -> None:
     folder = make_random_model("qwen2", tmp_path / "m", **window)
     compile(folder, tmp_path / "out", CompileConfig(dtype="float32", certify="none", pp=2))
     loaded = load_artifact(tmp_path / "out")
-    assert [[group["kind"] for group in rank.kv_groups] for rank in loaded.ranks] == [["full"], ["window"]]
-    assert [group["layers"] for group in loaded.whole_kv_groups] == [[0], [1]]
+    assert [[group.kind for group in rank.kv_groups] for rank in loaded.ranks] == [["full"], ["window"]]
+    assert [group.layers for group in loaded.whole_kv_groups] == [[0], [1]]
     assert generated(tmp_path / "out") == reference(folder, prompts(), NEW_TOKENS)
 
 
@@ -164,7 +165,7 @@ def test_what_an_artifact_of_two_ranks_holds(folder: Path, out: Path) -> None:
     assert sum(each["weights_bytes"] for each in facts["programs"]) > facts["weights_bytes"]
     passes = [row["name"] for row in facts["passes"]]
     assert passes.index("fuse_moe_routing") < passes.index("partition") < passes.index("pack_projections")
-    assert {"graph/tp0", "graph/tp1"} <= {str(Path(name).parent) for name in load_artifact(path).manifest["files"]}
+    assert {"graph/tp0", "graph/tp1"} <= {str(Path(name).parent) for name in load_artifact(path).manifest.files}
     shown = CliRunner().invoke(app, ["inspect", str(path)]).output
     assert "tp 0" in shown
     assert "tp 1" in shown
@@ -282,7 +283,7 @@ def test_experts_are_placed_by_a_recorded_profile(folder: Path, out: Path, tmp_p
     assert result.exit_code == 0, result.output
     loads = json.loads(profile.read_text())["expert_loads"]
     assert sorted(loads) == ["0", "1"]
-    cost, config = model_cost(load_artifact(whole)), load_artifact(whole).model["hf_config"]
+    cost, config = model_cost(load_artifact(whole)), load_artifact(whole).model.hf_config
     hidden = config["hidden_size"]
     expert = 3 * config["moe_intermediate_size"] * hidden
     used = 2 * (2 * expert + 4 * hidden + hidden * (64 + 2 * 32 + 64) + 2 * hidden + 2 * 16) + hidden

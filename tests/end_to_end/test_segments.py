@@ -22,6 +22,7 @@ from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.engines import open_engines
 from inferc.runtime.runners.cuda.runner import CudaRunner
+from inferc.runtime.runners.cuda.weights import placer
 from inferc.runtime.runners.reference import ReferenceRunner
 from inferc.targets import Target
 
@@ -84,7 +85,7 @@ def test_bfloat16_logits_are_near_the_references(
     engines = open_engines(artifact, config, driver)
     groups = cache_groups(artifact.kv_groups)
     resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, 64 << 20, "cuda")
-    runner = CudaRunner(artifact, resolved, driver, owns_driver=True, poison=True, engines=engines)
+    runner = CudaRunner(artifact, resolved, driver, placer(artifact), owns_driver=True, poison=True, engines=engines)
     oracle = ReferenceRunner(load_artifact(tmp_path / "reference"), resolved)
     for plan in (
         make_plan([(0, prompts()[1], 0), (1, prompts()[2], 0)], block_size=artifact.block_size),

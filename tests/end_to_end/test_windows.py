@@ -149,11 +149,11 @@ def test_memory_for_less_than_two_blocks_is_refused(made: Made) -> None:
 def test_inspect_tells_the_groups(made: Made) -> None:
     entries = load_artifact(made.artifact).kv_groups
     layers = {"windows": [("window", [0, 1])], "mixed": [("full", [0]), ("window", [1, 2])]}[made.kind]
-    assert [(entry["kind"], entry["layers"]) for entry in entries] == layers
+    assert [(entry.kind, entry.layers) for entry in entries] == layers
     for entry in entries:
-        size = 2 * len(entry["layers"]) * 2 * 16 * 4  # K and V, layers, KV heads, head_dim, float32
-        assert entry["bytes_per_token"] == size
-        assert entry["window"] == (WINDOW if entry["kind"] == "window" else 0)
+        size = 2 * len(entry.layers) * 2 * 16 * 4  # K and V, layers, KV heads, head_dim, float32
+        assert entry.bytes_per_token == size
+        assert entry.window == (WINDOW if entry.kind == "window" else 0)
     total = 2 * sum(len(each) for _, each in layers) * 2 * 16 * 4
     printed = CliRunner().invoke(app, ["inspect", str(made.artifact)]).stdout
     assert f"KV cache  {total} bytes a token\n" in printed

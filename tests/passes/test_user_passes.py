@@ -13,7 +13,7 @@ import torch
 from graphs import example, random, rows
 
 from inferc.backends.lower import LowerConfig, build_pipeline
-from inferc.codegen.cpp.calls import Builder, cpp_float
+from inferc.codegen.cpp.calls.builder import Builder, cpp_float
 from inferc.codegen.cpp.table import KERNELS
 from inferc.codegen.cpp.values import Call, row_count
 from inferc.codegen.kernel import OTHER_TARGET, Kernel
@@ -145,7 +145,7 @@ def test_an_own_op_runs_with_its_own_kernel(tiny_llama_folder: Path, tiny_artifa
 
 
 def test_an_own_kernel_goes_before_ours_for_one_compile(tmp_path: Path) -> None:
-    own = Kernel("cpp", "inferc.silu_mul", "mine.silu_mul", on_cpu, "inferc.codegen.cpp.calls:silu_mul")
+    own = Kernel("cpp", "inferc.silu_mul", "mine.silu_mul", on_cpu, "inferc.codegen.cpp.calls.elementwise:silu_mul")
     config = LowerConfig(Target.parse("cpu"), passes=load_passes((a_pass(leave_alone, kernels=(own,)),)))
 
     def graph(gate: Any, up: Any) -> Any:

@@ -125,8 +125,8 @@ def test_an_answer_with_more_likely_tokens_than_one_tells_ends_as_soon_as_it_has
     with Server(tiny_artifact, "--max-num-seqs", "256") as server, Client(server.address) as client:
         reply = request(server.url, COMPLETIONS, {"prompt": "abc", **wants})
         assert reply.status == 400
-        assert "and at most 1048576 are told at once; ask for fewer choices" in reply.json["error"]["message"]
-        with pytest.raises(RequestError, match="and at most 1048576 are told at once; ask for fewer choices"):
+        assert "and at most 1048576 are reported at once; ask for fewer choices" in reply.json["error"]["message"]
+        with pytest.raises(RequestError, match="and at most 1048576 are reported at once; ask for fewer choices"):
             client.complete("abc", **wants)
         pieces = client.generate("abc", **wants)
         assert sum(len(piece.token_ids) for piece in pieces) == 128 * 252, "a stream has all of them"

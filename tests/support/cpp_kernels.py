@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inferc.codegen.cpp.build import Compiler, Unit, build
+from inferc.codegen.cpp.calls.moe import moe_work_bytes
 from inferc.codegen.cpp.emit import HEADERS
-from inferc.codegen.cpp.expert_calls import moe_work_bytes
 from inferc.ir import weights as weight_lib
 from inferc.ir.ops.experts import ACTIVATIONS
 from inferc.ir.ops.quantize import int4_group

@@ -22,6 +22,7 @@ from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.runners.cuda import cublaslt
 from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.runner import CudaRunner
+from inferc.runtime.runners.cuda.weights import placer
 from inferc.runtime.runners.reference import ReferenceRunner
 from inferc.runtime.step.plan import F32, StepPlan, StepResult
 
@@ -97,7 +98,7 @@ def opened(
     groups = cache_groups(artifact.kv_groups)
     resolved = config(artifact, **changes).resolve(artifact.max_model_len, artifact.block_size, groups, 1 << 30)
     with mock.patch.object(cublaslt, "open_library", open_library):
-        runner = CudaRunner(artifact, resolved, Driver(library=fake), owns_driver=True, poison=True)
+        runner = CudaRunner(artifact, resolved, Driver(library=fake), placer(artifact), owns_driver=True, poison=True)
     oracle = ReferenceRunner(reference, resolved)
     yield Pair(artifact, fake, library, runner, oracle)
     if not checked:

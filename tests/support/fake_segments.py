@@ -11,17 +11,18 @@ from tensorrt_network import Evaluated
 from inferc.codegen.segments import segments_of
 from inferc.codegen.tensorrt.adapter import Building, to_build
 from inferc.codegen.tensorrt.segments import PROFILES, build, first_of_each
-from inferc.ir import program as program_lib
 from inferc.manifest import TENSORRT_LAYERS, segment_plan
 from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.runners.reference import graph_of
 
 
 def known_plans(folder: Path) -> dict[str, Known]:
     """By the digest of each plan the network that it was built from, which is the one that its layers tell of."""
     artifact = load_artifact(folder)
-    program = program_lib.from_json(artifact.program["program"])
+    assert artifact.manifest.tensorrt is not None
+    program = graph_of(artifact)
     layers = json.loads((folder / TENSORRT_LAYERS).read_bytes())
-    arch = artifact.manifest["tensorrt"]["arch"]
+    arch = artifact.manifest.tensorrt.arch
     known = {}
     for segment in first_of_each(segments_of(program)):
         building = Building.begin(to_build(arch, None), arch)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
+from inferc import manifest_types
+from inferc.arena import POOLS
+from inferc.codegen.artifact_writer import program_json
 from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
 from inferc.codegen.cpp.table import KERNELS
 from inferc.codegen.select import needs_kernel, select
 from inferc.ir import weights as weight_lib
-from inferc.ir.program import KVGroup, Program, argument, new_program
+from inferc.ir.program import KVGroup, Program, argument, dtype_name, new_program
+from inferc.manifest_types import KvGroup, MemoryFormula, StoredWeight
 from inferc.passes.rewrite import infer_type
 from inferc.runtime.artifact.libraries import Library
-from inferc.runtime.artifact.load import MemoryFormula
 from inferc.runtime.step.plan import SampleRows, StepPlan
 from inferc.targets import Target
 
@@ -272,31 +276,38 @@ class Compiled:
         self.unit = emit(self.lowered, *places(self.lowered))
         self.libraries = build_program(self.unit, isas)
         self.isas = isas
-        self.weights = tuple(self.lowered.weights)
         self.finish(shape.block_size, shape.max_positions, shape.vocab)
 
     def finish(self, block_size: int, max_model_len: int, vocab_size: int) -> None:
         """What a loaded artifact says of the compiled program."""
-        self.stored = {name: self.store(name) for name in self.weights}
+        self.stored = {name: self.store(name) for name in self.lowered.weights}
+        self.weights = [
+            StoredWeight(name, "", 0, value.nbytes, str(value.dtype), value.shape, value.shape, "")
+            for name, value in self.stored.items()
+        ]
         self.memory = MemoryFormula(**self.unit.arena)
         self.kv_bytes_per_token = sum(group.bytes_per_token for group in self.lowered.kv_groups)
-        self.kv_groups = [
+        groups = [
             {
                 "kind": group.kind,
                 "window": group.window,
-                "layers": list(group.layers),
+                "layers": group.layers,
                 "num_kv_heads": group.num_kv_heads,
                 "head_dim": group.head_dim,
-                "dtype": str(group.dtype).removeprefix("torch."),
+                "dtype": dtype_name(group.dtype),
                 "bytes_per_token": group.bytes_per_token,
             }
             for group in self.lowered.kv_groups
         ]
-        self.block_size, self.max_model_len = block_size, max_model_len
-        self.model = {"vocab_size": vocab_size}
-        fields = self.unit.program_json_fields
-        step = {"inputs": [{"name": name} for name in fields["inputs"]], "outputs": ["hidden", "logits"]}
-        self.program = {"step": step, "observable": fields["observable"]}
+        self.kv_groups = msgspec.convert(groups, list[KvGroup])
+        self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
+        values, pools = places(self.lowered)
+        plan = {
+            "values": {name: asdict(place) for name, place in values.items()},
+            "pools": {**dict.fromkeys(POOLS, 0), **pools},
+        }
+        fields = {"observable": self.unit.program_json_fields["observable"]}
+        self.program = msgspec.convert(program_json(self.lowered, plan, fields, self.weights), manifest_types.Program)
 
     def store(self, name: str) -> NDArray[Any]:
         weight, value = self.lowered.weights[name], self.tensors[name]
@@ -307,8 +318,8 @@ class Compiled:
     def library(self, isa: str) -> Library:
         return Library.read(self.libraries[isa])
 
-    def view(self, weight: str) -> NDArray[Any]:
-        return self.stored[weight]
+    def view(self, weight: StoredWeight) -> NDArray[Any]:
+        return self.stored[weight.name]
 
     def reference(self, plan: StepPlan, cache: Tensor) -> tuple[Tensor, Tensor]:
         """(hidden, logits) by the ops' references; cache is canonical."""

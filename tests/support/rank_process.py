@@ -31,11 +31,11 @@ def main(path: Path, index: int, store: str) -> list[int]:
     runner = CpuRunner(rank, EngineConfig(num_threads=2, max_num_seqs=2, kv_memory_bytes=1 << 20), poison=True)
     stages: dict[int, list[int]] = {}
     for at, each in enumerate(artifact.ranks):
-        stages.setdefault(each.entry["pp_stage"], []).append(at)
+        stages.setdefault(each.entry.pp_stage, []).append(at)
     groups = {stage: dist.new_group(members) for stage, members in stages.items()}  # by all processes, in one order
-    stage = rank.entry["pp_stage"]
+    stage = rank.entry.pp_stage
     if len(stages[stage]) > 1:
-        name = "ep" if rank.config["ep"] > 1 else "tp"
+        name = "ep" if rank.config.ep > 1 else "tp"
         runner.set_collective(Collectives({name: ProcessGroup(groups[stage])}))
     place = stages[stage].index(index)
     out: list[int] = []
@@ -61,7 +61,7 @@ def main(path: Path, index: int, store: str) -> list[int]:
 
 
 def hidden_size(rank: Artifact) -> int:
-    return int(rank.program["step"]["hidden"]["shape"][1])
+    return int(rank.program.step.hidden.shape[1])
 
 
 if __name__ == "__main__":

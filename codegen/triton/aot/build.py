@@ -86,37 +86,11 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
     that of the chip with the least.
     """
     import triton
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     if not re.fullmatch(r"sm_\d+", arch):
         raise UnsupportedError(f"{name}: arch {arch!r} is not an NVIDIA one; expected for example sm_90")
-    signature = {**source.signature, **dict.fromkeys(source.all_constants, "constexpr")}
-    order = list(source.signature)
-    attributes = {(order.index(argument),): [["tt.divisibility", 16]] for argument in source.aligned}
-    number = int(arch.removeprefix("sm_"))
-    dependent = number >= DEPENDENT_SINCE
-    with knobs.compilation.scope(), knobs.runtime.scope():
-        knobs.compilation.disable_line_info = True  # line info holds paths of the compiling machine
-        hooks = [*((_wait_first,) if dependent else ()), *(() if assemble else (_stop_at_ptx,))]
-
-        def hook(_backend: Any, stages: dict[str, Any], *_: Any) -> None:
-            for each in hooks:
-                each(stages)
-
-        knobs.runtime.add_stages_inspection_hook = hook
-        compiled = triton.compile(
-            ASTSource(source.function, signature, source.all_constants, attributes),
-            target=GPUTarget("cuda", number, 32),
-            # launch_pdl and ptx_options do not change the code here. They change the key of Triton's cache.
-            options={
-                "num_warps": source.num_warps,
-                "num_stages": source.num_stages,
-                "launch_pdl": dependent,
-                "ptx_options": None if assemble else "-O1",
-            },
-        )
+    dependent = int(arch.removeprefix("sm_")) >= DEPENDENT_SINCE
+    compiled = _compile(source, arch, dependent, assemble)
     ptx = compiled.asm["ptx"].encode()
     if dependent and not all(each in ptx for each in WAITS):
         raise VerifyError(
@@ -143,11 +117,7 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
         compiler=f"triton {triton.__version__}, {_assembler(arch)}",
         dependent=dependent,
     )
-    # PTX runs on other chips than the one that it is compiled for, and must fit all of them.
-    limit = max_shared_bytes(arch) if assemble else min(map(max_shared_bytes, MULTIPROCESSORS))
-    if record.block_shared_bytes > limit:
-        found = f"{record.block_shared_bytes} bytes of shared memory a block, {arch if assemble else 'PTX'} has {limit}"
-        raise TooMuchSharedMemory(f"{name}: {found}")
+    _check_shared_memory(record, arch, assemble)
     if not assemble:
         return Cubin(data, record, ptx)
     check_launch_record(record, data)
@@ -156,6 +126,48 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
             f"{name} for {arch}: {spilled} bytes of a thread's registers spilled, its budget is {source.stack_bytes}"
         )
     return Cubin(data, record, ptx)
+
+
+def _compile(source: Source, arch: str, dependent: bool, assemble: bool) -> Any:
+    """Have Triton compile `source`, to PTX only unless `assemble`; dependent: its launch waits for the one before."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {**source.signature, **dict.fromkeys(source.all_constants, "constexpr")}
+    order = list(source.signature)
+    attributes = {(order.index(argument),): [["tt.divisibility", 16]] for argument in source.aligned}
+    number = int(arch.removeprefix("sm_"))
+    with knobs.compilation.scope(), knobs.runtime.scope():
+        knobs.compilation.disable_line_info = True  # line info holds paths of the compiling machine
+        hooks = [*((_wait_first,) if dependent else ()), *(() if assemble else (_stop_at_ptx,))]
+
+        def hook(_backend: Any, stages: dict[str, Any], *_: Any) -> None:
+            for each in hooks:
+                each(stages)
+
+        knobs.runtime.add_stages_inspection_hook = hook
+        return triton.compile(
+            ASTSource(source.function, signature, source.all_constants, attributes),
+            target=GPUTarget("cuda", number, 32),
+            # launch_pdl and ptx_options do not change the code here. They change the key of Triton's cache.
+            options={
+                "num_warps": source.num_warps,
+                "num_stages": source.num_stages,
+                "launch_pdl": dependent,
+                "ptx_options": None if assemble else "-O1",
+            },
+        )
+
+
+def _check_shared_memory(record: LaunchRecord, arch: str, assemble: bool) -> None:
+    """Raise TooMuchSharedMemory for a kernel that needs more than a block of the chip can have."""
+    # PTX runs on other chips than the one that it is compiled for, and must fit all of them.
+    limit = max_shared_bytes(arch) if assemble else min(map(max_shared_bytes, MULTIPROCESSORS))
+    if record.block_shared_bytes > limit:
+        found = f"{record.block_shared_bytes} bytes of shared memory a block, {arch if assemble else 'PTX'} has {limit}"
+        raise TooMuchSharedMemory(f"{record.name}: {found}")
 
 
 def _wait_first(stages: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ class CpuRunnerFactory:
                 runner = CpuRunner(artifact, resolved, files=list(zip(disk.files, disk.num_blocks, strict=True)))
                 opened.callback(runner.close)
                 blocks = [runner.blocks(group) for group in range(len(groups))]
-                disk.attach(blocks, [len(of["layers"]) for of in artifact.kv_groups])
+                disk.attach(blocks, [len(of.layers) for of in artifact.kv_groups])
             opened.pop_all()
         # With a KV cache of a given size, idle time is used to back its memory before it is needed.
         # With "auto", no more memory is taken than is needed.

@@ -46,7 +46,7 @@ class RankGroup:
 
     def __init__(self, artifact: Artifact, config: ResolvedEngineConfig) -> None:
         keys = [group_key(group) for group in artifact.whole_kv_groups]
-        num_stages = 1 + max(rank.entry["pp_stage"] for rank in artifact.ranks)
+        num_stages = 1 + max(rank.entry.pp_stage for rank in artifact.ranks)
         self._stages: list[list[_Rank]] = []
         self._rendezvous: list[Rendezvous] = []
         self._queue: deque[StepPlan] = deque()
@@ -54,7 +54,7 @@ class RankGroup:
         self._pool = ThreadPoolExecutor(max(1, len(artifact.ranks)), "inferc-rank")
         try:
             for stage in range(num_stages):
-                self._open_stage([rank for rank in artifact.ranks if rank.entry["pp_stage"] == stage], keys, config)
+                self._open_stage([rank for rank in artifact.ranks if rank.entry.pp_stage == stage], keys, config)
         except Exception:
             self.close()
             raise
@@ -72,7 +72,7 @@ class RankGroup:
             runner = CpuRunner(rank, settings, first_core=index * threads)
             made.append(_Rank(runner, groups))
             if len(ranks) > 1:
-                name = "ep" if rank.config["ep"] > 1 else "tp"
+                name = "ep" if rank.config.ep > 1 else "tp"
                 runner.set_collective(Collectives({name: LocalGroup(index, rendezvous)}))
 
     @property

@@ -10,9 +10,9 @@ import ctypes
 import logging
 import mmap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,8 @@ from inferc.arena import MostRows
 from inferc.config import EngineConfig, ResolvedEngineConfig, available_memory_bytes
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
 from inferc.kv_groups import cache_groups, num_parts, row_size
-from inferc.runtime.artifact.libraries import Library
+from inferc.manifest_types import Hidden, Input, Observable
+from inferc.runtime.runners.compiled import CompiledForCpu
 from inferc.runtime.runners.cpu import abi
 from inferc.runtime.runners.cpu.collectives import GROUPS, Collectives
 from inferc.runtime.runners.cpu.hidden_rows import hidden_rows
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 BACKED_AT_ONCE = 8 << 20  # bytes of the KV cache that one `back_cache` call backs, which takes milliseconds
 MAP_NORESERVE = 0x4000  # Linux's value; the mmap module has it from Python 3.13 on
-Observer = Callable[[dict[str, Any], int, NDArray[Any]], None]
+Observer = Callable[[Observable, int, NDArray[Any]], None]
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
     "float32": np.dtype(np.float32),
@@ -45,29 +46,6 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "int64": np.dtype(np.int64),
     "int8": np.dtype(np.int8),
 }
-
-
-class Compiled(Protocol):
-    """The interface that the runner needs of an artifact."""
-
-    @property
-    def program(self) -> dict[str, Any]: ...
-    @property
-    def model(self) -> dict[str, Any]: ...
-    @property
-    def weights(self) -> Sequence[Any]: ...
-    @property
-    def kv_groups(self) -> list[dict[str, Any]]: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def isas(self) -> tuple[str, ...]: ...
-    @property
-    def memory(self) -> Any: ...
-    def library(self, isa: str) -> Library: ...
-    def view(self, weight: Any) -> NDArray[Any]: ...
 
 
 class CpuRunner:
@@ -82,7 +60,7 @@ class CpuRunner:
 
     def __init__(
         self,
-        artifact: Compiled,
+        artifact: CompiledForCpu,
         config: EngineConfig | ResolvedEngineConfig,
         *,
         poison: bool = False,
@@ -95,7 +73,7 @@ class CpuRunner:
         self.isa = abi.choose_isa(config.isa, artifact.isas)
         self._library = abi.load_library(artifact.library(self.isa))
         self.block_size = artifact.block_size
-        self.vocab_size = int(artifact.model["vocab_size"])
+        self.vocab_size = artifact.vocab_size
         self.num_blocks = config.num_blocks
         self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._groups = artifact.kv_groups
@@ -114,7 +92,7 @@ class CpuRunner:
         )
         self.arena_bytes: int = artifact.memory.reserved_bytes(tokens, seqs, config.num_threads)
         self._arena = _allocate("the arena", self.arena_bytes, "--max-num-batched-tokens", poison)
-        sizes = [self.block_size * int(group["bytes_per_token"]) for group in self._groups]
+        sizes = [self.block_size * group.bytes_per_token for group in self._groups]
         self._pools = [
             _allocate_pool(count, size, files[group] if files else None, poison)
             for group, (count, size) in enumerate(zip(self.num_blocks, sizes, strict=True))
@@ -273,7 +251,7 @@ class CpuRunner:
 
     def pack_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
         """Return blocks in canonical form: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale]."""
-        out = np.zeros(self._canonical_shape(group, len(blocks)), NUMPY_DTYPES[self._groups[group]["dtype"]])
+        out = np.zeros(self._canonical_shape(group, len(blocks)), NUMPY_DTYPES[self._groups[group].dtype])
         self._move("inferc_pack_blocks", group, blocks, out)
         return out
 
@@ -284,8 +262,8 @@ class CpuRunner:
 
     def _canonical_shape(self, group: int, count: int) -> tuple[int, ...]:
         of = self._groups[group]
-        of_head = row_size(int(of["head_dim"]), of["dtype"])
-        return (count, len(of["layers"]), num_parts(of["kind"]), self.block_size, int(of["num_kv_heads"]), of_head)
+        of_head = row_size(of.head_dim, of.dtype)
+        return (count, len(of.layers), num_parts(of.kind), self.block_size, of.num_kv_heads, of_head)
 
     def _move(self, function: str, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
         ids, pool = abi.contiguous(blocks, np.int32), self._pools[group].ctypes.data
@@ -297,7 +275,7 @@ class CpuRunner:
 
         Within a block, layers are the outermost axis. The blocks of the group's file come last.
         """
-        return self._pools[group].reshape(-1, self.block_size * int(self._groups[group]["bytes_per_token"]))
+        return self._pools[group].reshape(-1, self.block_size * self._groups[group].bytes_per_token)
 
     # --------------------------------------------------------------------------------------- plumbing
 
@@ -306,17 +284,17 @@ class CpuRunner:
 
         Values in bfloat16 are passed as their bits.
         """
-        table = {int(entry["id"]): entry for entry in self._artifact.program["observable"]}
+        table = {entry.id: entry for entry in self._artifact.program.observable}
 
         def observe(_: int, node: int, layer: int, data: int, rows: int, stride: int) -> None:
             entry = table[node]
-            dtype = NUMPY_DTYPES[entry["dtype"]]
-            width = int(np.prod(entry["shape"], dtype=np.int64))
+            dtype = NUMPY_DTYPES[entry.dtype]
+            width = int(np.prod(entry.shape, dtype=np.int64))
             size = stride * (rows - 1) + width * dtype.itemsize if rows else 0
             flat = memoryview((ctypes.c_char * size).from_address(data))
             value: NDArray[Any] = np.ndarray((rows, width), dtype, flat, strides=(stride, dtype.itemsize))
             assert observer is not None
-            observer(entry, layer, value.reshape(rows, *entry["shape"]).copy())
+            observer(entry, layer, value.reshape(rows, *entry.shape).copy())
 
         self._observe(observe if observer is not None else None)
 
@@ -327,10 +305,10 @@ class CpuRunner:
 
     def watch_logits(self, sink: Callable[[F32], None] | None) -> None:
         """Pass `sink` the float32 logits [rows, vocab_size] of every step that scores; None stops it."""
-        logits_id = int(self._artifact.program["observable"][-1]["id"])  # the LM head is the last node
+        logits_id = self._artifact.program.observable[-1].id  # the LM head is the last node
 
-        def observe(entry: dict[str, Any], _layer: int, rows: Any) -> None:
-            if sink is not None and entry["id"] == logits_id:
+        def observe(entry: Observable, _layer: int, rows: Any) -> None:
+            if sink is not None and entry.id == logits_id:
                 sink(rows)
 
         self.set_observer(None if sink is None else observe)
@@ -342,7 +320,7 @@ class CpuRunner:
         are 0.011 in bfloat16, and 0x3c3c3c3c is 0.011 in float32; sums of these are no denormals.
         """
         for pool, group, blocks in zip(self._pools, self._groups, self.num_blocks, strict=True):
-            pool[: min(count, blocks) * self.block_size * int(group["bytes_per_token"])] = 0x3C
+            pool[: min(count, blocks) * self.block_size * group.bytes_per_token] = 0x3C
 
     def measure_peak(self, dtype: str) -> float:
         """Return the peak operations per second of all threads together on products of `dtype`.
@@ -418,7 +396,7 @@ class CpuRunner:
             raise InfercError(f"{what} refused its arguments (check at line {code} of the compiled unit)")
 
 
-def _check_inputs(artifact: Compiled) -> None:
+def _check_inputs(artifact: CompiledForCpu) -> None:
     """Refuse a program whose step takes inputs that this runner does not fill."""
     known = {"token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots", "logits_rows", "hidden_in"}
     for group in range(len(artifact.kv_groups)):
@@ -428,23 +406,23 @@ def _check_inputs(artifact: Compiled) -> None:
         raise UnsupportedError(f"the artifact's step takes {', '.join(unknown)}, which this runtime does not fill")
 
 
-def _step_inputs(artifact: Compiled) -> dict[str, dict[str, Any]]:
-    return {entry["name"]: entry for entry in artifact.program["step"]["inputs"]}
+def _step_inputs(artifact: CompiledForCpu) -> dict[str, Input]:
+    return {entry.name: entry for entry in artifact.program.step.inputs}
 
 
-def _rows_of(entry: Mapping[str, Any]) -> tuple[int, np.dtype[Any]]:
+def _rows_of(entry: Input | Hidden) -> tuple[int, np.dtype[Any]]:
     """Return the number of columns and the dtype of a value that has a row for each token."""
-    return int(entry["shape"][-1]), NUMPY_DTYPES[entry["dtype"]]
+    return int(entry.shape[-1]), NUMPY_DTYPES[entry.dtype]
 
 
-def _hidden_out(artifact: Compiled) -> tuple[int, np.dtype[Any]] | None:
+def _hidden_out(artifact: CompiledForCpu) -> tuple[int, np.dtype[Any]] | None:
     """Return columns and dtype of the rows that a pipeline stage without LM head hands on.
 
     Return None for a stage with an LM head.
     """
-    if "logits" in artifact.program["step"]["outputs"]:
+    if "logits" in artifact.program.step.outputs:
         return None
-    return _rows_of(artifact.program["step"]["hidden"])
+    return _rows_of(artifact.program.step.hidden)
 
 
 def _allocate_pool(count: int, block_bytes: int, file: tuple[int, int] | None, poison: bool) -> NDArray[np.uint8]:

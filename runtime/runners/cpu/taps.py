@@ -10,7 +10,7 @@ import ctypes
 import difflib
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.errors import ConfigError
+from inferc.manifest_types import Program, TensorType
 from inferc.runtime.runners.cpu import abi
 from inferc.runtime.step.plan import I64, StepPlan
 
@@ -47,27 +48,27 @@ class Node:
         return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
 
-def all_nodes(program: Mapping[str, Any]) -> dict[str, Node]:
+def all_nodes(program: Program) -> dict[str, Node]:
     """Return the nodes of a program.json that have a row per token or per sampled row, by name, in execution order."""
-    inputs = {entry["name"]: entry["shape"] for entry in program["step"]["inputs"]}
+    inputs = {entry.name: entry.shape for entry in program.step.inputs}
     by_row = {"token_ids": False, "logits_rows": True}
     domains = {inputs[name][0]: of for name, of in by_row.items() if name in inputs}
-    numbers = {entry["name"]: int(entry["id"]) for entry in program.get("observable", ())}
+    numbers = {entry.name: entry.id for entry in program.observable}
     found = {}
-    for number, node in enumerate(program["program"]["nodes"]):
-        name, value = node.get("name"), node.get("val")
-        if node["op"] != "call_function" or not isinstance(value, dict) or (numbers and name not in numbers):
+    for number, node in enumerate(program.program.nodes):
+        name, value = str(node.name), node.val
+        if node.op != "call_function" or not isinstance(value, TensorType) or (numbers and name not in numbers):
             continue
-        sizes = value["shape"][1:]
-        is_known = value["shape"] and value["shape"][0] in domains and all(str(size).isdigit() for size in sizes)
-        if value["dtype"] in DTYPES and is_known:
+        sizes = value.shape[1:]
+        is_known = value.shape and value.shape[0] in domains and all(str(size).isdigit() for size in sizes)
+        if value.dtype in DTYPES and is_known:
             shape = tuple(map(int, sizes))
-            domain = domains[value["shape"][0]]
-            found[name] = Node(name, numbers.get(name, number), node.get("layer"), value["dtype"], shape, domain)
+            domain = domains[value.shape[0]]
+            found[name] = Node(name, numbers.get(name, number), node.layer, value.dtype, shape, domain)
     return found
 
 
-def choose_nodes(program: Mapping[str, Any], wanted: Sequence[str]) -> tuple[Node, ...]:
+def choose_nodes(program: Program, wanted: Sequence[str]) -> tuple[Node, ...]:
     """Return the nodes that match these names, where `*` matches any text.
 
     Raises ConfigError for a name without a match.
@@ -89,8 +90,8 @@ def choose_nodes(program: Mapping[str, Any], wanted: Sequence[str]) -> tuple[Nod
 class Tables:
     """The part of the C struct that is the same in every step: which nodes are tapped."""
 
-    def __init__(self, program: Mapping[str, Any], nodes: Sequence[Node]) -> None:
-        count = 1 + max(int(entry["id"]) for entry in program["observable"])
+    def __init__(self, program: Program, nodes: Sequence[Node]) -> None:
+        count = 1 + max(entry.id for entry in program.observable)
         self.nodes = nodes
         self.row_bytes: I64 = np.zeros(count, np.int64)
         self.by_logits_row: NDArray[np.uint8] = np.zeros(count, np.uint8)

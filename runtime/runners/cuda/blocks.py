@@ -7,7 +7,7 @@ scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import c_void_p
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.kv_groups import SCALE_BYTES, num_parts
+from inferc.manifest_types import KvGroup
 from inferc.runtime.runners.cpu.runner import NUMPY_DTYPES
 from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.staging import Staging
@@ -31,7 +32,7 @@ class Blocks:
         self,
         driver: Driver,
         stream: c_void_p,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[KvGroup],
         pools: Sequence[int],
         block_size: int,
     ) -> None:
@@ -65,7 +66,7 @@ class Blocks:
     def pack(self, group: int, blocks: I32) -> NDArray[Any]:
         """Read blocks and return them in canonical form."""
         of = self._groups[group]
-        parts = (len(of["layers"]), int(of["num_kv_heads"]), num_parts(of["kind"]))
+        parts = (len(of.layers), of.num_kv_heads, num_parts(of.kind))
         size, pool = self._block_bytes(group), self._pools[group]
         raw = np.zeros((len(blocks), size), np.uint8)
         for index, block in enumerate(blocks.tolist()):
@@ -74,21 +75,19 @@ class Blocks:
                 self._driver.wait(self._stream)
                 raw[index] = staged[:size]
         pieces = raw.reshape(len(blocks), *parts, -1)
-        if of["dtype"] == "int8":
-            values = pieces[..., : self._block_size * int(of["head_dim"])].reshape(
-                *pieces.shape[:-1], self._block_size, -1
-            )
+        if of.dtype == "int8":
+            values = pieces[..., : self._block_size * of.head_dim].reshape(*pieces.shape[:-1], self._block_size, -1)
             scales = pieces[..., -self._block_size * SCALE_BYTES :].reshape(*pieces.shape[:-1], self._block_size, -1)
             pieces = np.concatenate((values, scales), -1)
-        rows = pieces.reshape(len(blocks), *parts, self._block_size, -1).view(NUMPY_DTYPES[of["dtype"]])
+        rows = pieces.reshape(len(blocks), *parts, self._block_size, -1).view(NUMPY_DTYPES[of.dtype])
         return np.ascontiguousarray(rows.transpose(0, 1, 3, 4, 2, 5))
 
     def unpack(self, group: int, blocks: I32, canonical: NDArray[Any]) -> None:
         """Write blocks from their canonical form."""
         of = self._groups[group]
         rows = np.ascontiguousarray(canonical.transpose(0, 1, 4, 2, 3, 5)).view(np.uint8)
-        if of["dtype"] == "int8":
-            dim = int(of["head_dim"])
+        if of.dtype == "int8":
+            dim = of.head_dim
             pieces = (rows[..., :dim], rows[..., dim:])
             rows = np.concatenate([each.reshape(*each.shape[:-2], -1) for each in pieces], -1)
         raw = np.ascontiguousarray(rows).reshape(len(blocks), -1)
@@ -103,4 +102,4 @@ class Blocks:
         self._staging.close()
 
     def _block_bytes(self, group: int) -> int:
-        return self._block_size * int(self._groups[group]["bytes_per_token"])
+        return self._block_size * self._groups[group].bytes_per_token

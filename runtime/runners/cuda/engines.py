@@ -18,6 +18,7 @@ from inferc.codegen.tensorrt.adapter import Library
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError, InfercError, UnsupportedError
 from inferc.manifest import segment_plan
+from inferc.manifest_types import Launch
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.runners.cuda.driver import Driver, OutOfMemory
 from inferc.runtime.runners.cuda.tensorrt import deserialize, library_for
@@ -122,7 +123,7 @@ class Engines:
     def _call(
         self, context: Any, call: EngineCall, counts: Mapping[str, int], stream: c_void_p, kind: type[InfercError]
     ) -> None:
-        with self._library.checked(f"TensorRT failed {call.launch['node']}", kind) as checked:
+        with self._library.checked(f"TensorRT failed {call.launch.node}", kind) as checked:
             for name, (first, *rest) in call.given_shapes.items():
                 checked.made(context.set_input_shape(name, (counts[f"num_{first}"], *rest)))
             for name, address in call.addresses.items():
@@ -144,30 +145,27 @@ class Engines:
 class EngineCall:
     """A call of a segment's engine, bound to addresses. launch: its entry in program.json."""
 
-    launch: Mapping[str, Any]
+    launch: Launch
+    engine: str
     engines: Engines
     addresses: Mapping[str, int]
 
     @property
-    def engine(self) -> str:
-        return str(self.launch["engine"])
-
-    @property
     def given_shapes(self) -> Shapes:
         """The shapes of the inputs; the shapes of the outputs follow from them."""
-        return {name: shape for name, shape in self.launch["shapes"].items() if not is_output(name)}
+        return {name: shape for name, shape in self.launch.shapes.items() if not is_output(name)}
 
     def run(self, stream: c_void_p, counts: Mapping[str, int], *, captured: bool) -> None:
         """Compute the segment, if it has rows."""
-        if counts[f"num_{self.launch['rows']}"]:
+        if counts[f"num_{self.launch.rows}"]:
             self.engines.run(self, counts, stream, captured=captured)
 
 
-def bind_call(launch: Mapping[str, Any], engines: Engines | None, addresses: Mapping[str, int]) -> EngineCall:
-    assert engines is not None, f"{launch['node']} is a call of an engine, and there is none"
+def bind_call(launch: Launch, engine: str, engines: Engines | None, addresses: Mapping[str, int]) -> EngineCall:
+    assert engines is not None, f"{launch.node} is a call of an engine, and there is none"
     strange = {name: hex(address) for name, address in addresses.items() if address % ALIGNMENT}
-    assert not strange, f"{launch['node']}: {strange} are no multiples of {ALIGNMENT}"
-    return EngineCall(launch, engines, addresses)
+    assert not strange, f"{launch.node}: {strange} are no multiples of {ALIGNMENT}"
+    return EngineCall(launch, engine, engines, addresses)
 
 
 def is_output(name: str) -> bool:
@@ -184,18 +182,19 @@ def open_engines(artifact: Artifact, config: EngineConfig, driver: Driver) -> En
 
     Raises ConfigError, UnsupportedError or ArtifactError.
     """
-    facts = artifact.manifest["tensorrt"]
+    facts = artifact.manifest.tensorrt
+    assert facts is not None, f"{artifact.path} is for tensorrt-paged, and has no plans"
     library = library_for(facts, str(artifact.path / "tensorrt"), driver, "tensorrt-paged")
     if config.deterministic:
         raise UnsupportedError(
             f"--deterministic: what TensorRT computes of a row may depend on what else is in the batch; leave it out,"
             f" or compile the model for --target cuda:{driver.arch}"
         )
-    most = [int(profile["max_num_tokens"]) for profile in facts["profiles"]]
+    most = [profile.max_num_tokens for profile in facts.profiles]
     wanted = config.token_budget("tensorrt-paged")
     if wanted > max(most):
         raise ConfigError(
             f"a step of {wanted} tokens: the plans of {artifact.path} take {max(most)}; lower --max-num-batched-tokens"
         )
-    plans = {each["name"]: memoryview(artifact.maps[segment_plan(each["name"])]) for each in facts["plans"]}
+    plans = {each.name: memoryview(artifact.maps[segment_plan(each.name)]) for each in facts.plans or ()}
     return Engines(library, plans, most, driver, str(artifact.path))

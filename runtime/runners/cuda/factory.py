@@ -14,6 +14,7 @@ from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.engines import Engines, open_engines
 from inferc.runtime.runners.cuda.memory import kv_available
 from inferc.runtime.runners.cuda.runner import CudaRunner
+from inferc.runtime.runners.cuda.weights import placer
 
 OF_LAUNCHES: frozenset[Capability] = frozenset(
     ["kv_disk", "kv_evict", "kv_events", "partial_blocks", "prefix_cache", "threads"]
@@ -56,7 +57,9 @@ class CudaRunnerFactory:
                     artifact.max_model_len, artifact.block_size, groups, available, request.target
                 )
                 lower = () if disk is None else disk.map_files()
-                runner = CudaRunner(artifact, resolved, driver, owns_driver=True, lower=lower, engines=engines)
+                runner = CudaRunner(
+                    artifact, resolved, driver, placer(artifact), owns_driver=True, lower=lower, engines=engines
+                )
                 before.pop_all()
             opened.callback(runner.close)
             if disk is not None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
-from typing import Any
 
 from inferc.arena import Arena, MostRows
 from inferc.codegen.triton.aot.launch import PREFILL, SHARED
 from inferc.errors import ArtifactError
+from inferc.manifest_types import Launch, Where
+from inferc.manifest_types import Launches as StoredLaunches
 from inferc.runtime.runners.cuda.cublaslt import BoundProduct, CublasLt
 from inferc.runtime.runners.cuda.driver import Bound, Kernel
 from inferc.runtime.runners.cuda.engines import EngineCall, Engines, bind_call
 from inferc.runtime.runners.cuda.inputs import InputLayout
 
 Grids = dict[str, tuple[int, int, int]]
-Observe = Callable[[Mapping[str, Any], int, int], None]  # (launch, first row, number of rows)
+Observe = Callable[[Launch, int, int], None]  # (launch, first row, number of rows)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Step:
     that replaces the kernel for some numbers of rows.
     """
 
-    launch: Mapping[str, Any]
+    launch: Launch
     choices: tuple[tuple[int | None, Bound], ...]
     product: BoundProduct | None
 
@@ -54,7 +55,7 @@ class Step:
 
         grids: caches the grids of these counts, for the layers that share a kernel.
         """
-        rows = counts[f"num_{self.launch['rows']}"]
+        rows = counts[f"num_{self.launch.rows}"]
         if rows and self.product is not None and self.product.takes(rows):
             self.product.launch(stream, rows)
             return False
@@ -76,7 +77,7 @@ class Launches:
 
     def __init__(
         self,
-        launches: Mapping[str, Sequence[Mapping[str, Any]]],
+        launches: StoredLaunches,
         kernels: Mapping[str, Kernel],
         addresses: Addresses,
         layout: InputLayout,
@@ -88,14 +89,16 @@ class Launches:
     ) -> None:
         self._kernels, self._addresses, self._cublaslt, self._engines = kernels, addresses, cublaslt, engines
         self._layout, self._inputs, self._outputs = layout, inputs, outputs
-        launches = {part: [each for each in of if each.get("order", order) == order] for part, of in launches.items()}
-        of_step = [launch for part in ("begin", "step") for launch in launches[part]]
-        self.step = [self._bind_call(each) if "engine" in each else self._bind(each, 0) for each in of_step]
+        self._order = order
+        self.step = [
+            self._bind(launch, 0) if launch.engine is None else self._bind_call(launch, launch.engine)
+            for launch in (*launches.begin, *launches.step)
+            if launch.is_for(order)
+        ]
         self._calls = [each for each in self.step if isinstance(each, EngineCall)]
-        chunks = range(layout.num_chunks)
-        self.head = [[self._bind(launch, chunk) for launch in launches["head"]] for chunk in chunks]
-        self.sample = [[self._bind(launch, chunk) for launch in launches["sample"]] for chunk in chunks]
-        self.score = [[self._bind(launch, chunk) for launch in launches["score"]] for chunk in chunks]
+        self.head = self._bind_chunks(launches.head)
+        self.sample = self._bind_chunks(launches.sample)
+        self.score = self._bind_chunks(launches.score)
 
     def run(
         self,
@@ -120,7 +123,7 @@ class Launches:
         behind = False  # whether the stream's last entry is a kernel launch
         grids: Grids = {}
         for launch in self.step:
-            if launch.launch.get("only", "") not in needed:
+            if launch.launch.only not in needed:
                 continue
             if isinstance(launch, EngineCall):
                 launch.run(stream, counts, captured=captured)
@@ -128,7 +131,7 @@ class Launches:
             else:
                 behind = launch.run(stream, counts, behind, grids) and observe is None
             if observe is not None:
-                observe(launch.launch, 0, counts[f"num_{launch.launch['rows']}"])
+                observe(launch.launch, 0, counts[f"num_{launch.launch.rows}"])
         rows, at_a_time = counts["num_rows"], self._layout.sample_rows
         for chunk, (head, last) in enumerate(zip(self.head, self.score if score else self.sample, strict=True)):
             first = chunk * at_a_time
@@ -151,22 +154,27 @@ class Launches:
         for steps, limits in ((self.step, most), (self.head[0], most_of_chunk)):
             for each in steps:
                 if isinstance(each, Step) and each.product is not None:
-                    each.product.prepare(stream, limits[each.launch["rows"]])
+                    each.product.prepare(stream, limits[each.launch.rows])
 
     def prepare_graph(self, stream: c_void_p, counts: Mapping[str, int]) -> None:
         """Prepare the engines for the capture of a step of `counts`. Raises NotCapturable."""
         if self._engines is not None:
             self._engines.prepare(self._calls, counts, stream)
 
-    def _bind_call(self, launch: Mapping[str, Any]) -> EngineCall:
+    def _bind_chunks(self, launches: Sequence[Launch]) -> list[list[Step]]:
+        """Bind the launches of one part for each chunk of logits rows."""
+        wanted = [launch for launch in launches if launch.is_for(self._order)]
+        return [[self._bind(launch, chunk) for launch in wanted] for chunk in range(self._layout.num_chunks)]
+
+    def _bind_call(self, launch: Launch, engine: str) -> EngineCall:
         return bind_call(
-            launch, self._engines, {name: self._address(where, 0) for name, where in launch["arguments"].items()}
+            launch, engine, self._engines, {name: self._address(where, 0) for name, where in launch.arguments.items()}
         )
 
-    def _bind(self, launch: Mapping[str, Any], chunk: int) -> Step:
+    def _bind(self, launch: Launch, chunk: int) -> Step:
         try:
-            values = {name: self._address(where, chunk) for name, where in launch["arguments"].items()}
-            choices = [(choice["up_to"], self._kernels[choice["kernel"]].bind(values)) for choice in launch["choices"]]
+            values = {name: self._address(where, chunk) for name, where in launch.arguments.items()}
+            choices = [(choice.up_to, self._kernels[choice.kernel].bind(values)) for choice in launch.choices]
         except KeyError as error:
             raise ArtifactError(
                 f"a launch of program.json names {error}, which there is not; compile the model again"
@@ -175,26 +183,25 @@ class Launches:
         product = None if self._cublaslt is None or left is None else self._cublaslt.bind(left, values)
         return Step(launch, tuple(choices), product)
 
-    def _address(self, where: Mapping[str, Any], chunk: int) -> int:
+    def _address(self, where: Where, chunk: int) -> int:
         of = self._addresses
-        if "value" in where:
-            start = of.plan.address(where["value"], where["offset"], of.most)
-            shift = int(where.get("shifted", 0)) * chunk * self._layout.sample_rows
-            return of.arena + start + int(where["column"]) + shift
-        if "weight" in where:
-            return of.weights[where["weight"]]
-        if "cache" in where:
-            start = of.caches[int(where["cache"])]
-            return start + int(where["offset"])
-        if "input" in where:
-            return self._inputs + self._layout.fields[where["input"]].offset
-        if "counts" in where:
-            name = "counts" if where["counts"] == "step" else f"counts_{chunk}"
+        if where.value is not None:
+            start = of.plan.address(where.value, where.offset or 0, of.most)
+            shift = where.shifted * chunk * self._layout.sample_rows
+            return of.arena + start + (where.column or 0) + shift
+        if where.weight is not None:
+            return of.weights[where.weight]
+        if where.cache is not None:
+            return of.caches[where.cache] + (where.offset or 0)
+        if where.input is not None:
+            return self._inputs + self._layout.fields[where.input].offset
+        if where.counts is not None:
+            name = "counts" if where.counts == "step" else f"counts_{chunk}"
             return self._inputs + self._layout.fields[name].offset
-        if "output" in where:
-            return self._outputs[where["output"]]
-        if "state" in where:
-            return of.state[where["state"]]
-        if "scratch" in where:
-            return of.scratch[where["scratch"]]
+        if where.output is not None:
+            return self._outputs[where.output]
+        if where.state is not None:
+            return of.state[where.state]
+        if where.scratch is not None:
+            return of.scratch[where.scratch]
         return of.spare

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-from inferc.arena import ROW_ALIGNMENT, Arena, MostRows
+from inferc.arena import ROW_ALIGNMENT, MostRows
 from inferc.codegen.triton.aot.launch import FAST, INVARIANT, RECORDS, SHARED
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
 from inferc.kv_groups import CacheGroup, CacheLimits, pools_bytes, pools_for_all
+from inferc.manifest_types import Scratch
+from inferc.runtime.runners.compiled import CompiledForCuda
 from inferc.runtime.runners.cuda.cublaslt import WORKSPACE_BYTES
 from inferc.runtime.runners.cuda.inputs import Capacity, InputLayout
 from inferc.runtime.runners.cuda.weights import placed_bytes
@@ -51,14 +52,10 @@ class Footprint:
         return sum(align(each, PAGE) for each in parts) + RESERVE_BYTES
 
 
-def scratch_bytes(size: Mapping[str, Any], most: Capacity, max_num_seqs: int) -> int:
+def scratch_bytes(size: Scratch, most: Capacity, max_num_seqs: int) -> int:
     """Return the bytes of a buffer that program.json's "scratch" describes."""
-    return int(
-        size.get("const", 0)
-        + size.get("per_token", 0) * most.tokens
-        + size.get("per_seq", 0) * most.seqs
-        + size.get("per_row", 0) * sample_rows(max_num_seqs)
-    )
+    rows = sample_rows(max_num_seqs)
+    return size.const + size.per_token * most.tokens + size.per_seq * most.seqs + size.per_row * rows
 
 
 def most_rows(capacity: Capacity, max_num_seqs: int) -> MostRows:
@@ -82,34 +79,36 @@ def buckets(max_num_seqs: int) -> tuple[int, ...]:
     return (*fitting, next((size for size in sizes if size >= max_num_seqs), sizes[-1]))
 
 
-def graphs_bytes(artifact: Any, max_num_seqs: int, deterministic: bool) -> int:
+def graphs_bytes(artifact: CompiledForCuda, max_num_seqs: int, deterministic: bool) -> int:
     """Return the bytes of the graphs of all buckets, with and without shared prefixes."""
     order = INVARIANT if deterministic else FAST
-    parts = [artifact.program["launches"][part] for part in ("begin", "step", "head", "sample")]
-    launches = [each for part in parts for each in part if each.get("order", order) == order]
+    stored = artifact.program.launches
+    launches = [*stored.begin, *stored.step, *stored.head, *stored.sample]
     # The number of launches in an engine is unknown; one kernel per op is an upper estimate.
     num_always, num_shared = (
-        sum(int(each.get("num_ops", 1)) for each in launches if each.get("only") == only) for only in (None, SHARED)
+        sum(each.num_ops for each in launches if each.is_for(order) and each.only == only) for only in ("", SHARED)
     )
     num_launches = 2 * num_always + num_shared if num_shared else num_always
     return GRAPH_LAUNCH_BYTES * len(buckets(max_num_seqs)) * num_launches
 
 
-def buffers(artifact: Any, deterministic: bool) -> dict[str, Mapping[str, Any]]:
+def buffers(artifact: CompiledForCuda, deterministic: bool) -> dict[str, Scratch]:
     """Return the scratch buffers that the launches of one order of addition need."""
     order = INVARIANT if deterministic else FAST
-    return {name: size for name, size in artifact.program["scratch"].items() if size.get("order", order) == order}
+    return {name: size for name, size in artifact.program.scratch.items() if size.is_for(order)}
 
 
-def counts_bytes(artifact: Any, max_num_seqs: int) -> int:
+def counts_bytes(artifact: CompiledForCuda, max_num_seqs: int) -> int:
     """Return the bytes of the penalty counts of all slots: one int32 per token of the vocabulary."""
-    return 4 * align(int(artifact.model["vocab_size"])) * max_num_seqs
+    return 4 * align(artifact.vocab_size) * max_num_seqs
 
 
-def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, deterministic: bool = False) -> Footprint:
+def footprint(
+    artifact: CompiledForCuda, max_num_tokens: int, max_num_seqs: int, deterministic: bool = False
+) -> Footprint:
     """Return the footprint of an artifact served with these limits."""
     capacity = most_of_all(max_num_tokens, max_num_seqs)
-    arena = Arena(artifact.program["memory_plan"]["pools"])
+    arena = artifact.program.memory_plan.arena
     blocks = [-(-artifact.max_model_len // artifact.block_size)] * len(artifact.kv_groups)
     layout = InputLayout(capacity, sample_rows(max_num_seqs), blocks)
     sizes = buffers(artifact, deterministic).values()
@@ -124,7 +123,7 @@ def footprint(artifact: Any, max_num_tokens: int, max_num_seqs: int, determinist
     )
 
 
-def workspace_bytes(artifact: Any, deterministic: bool) -> int:
+def workspace_bytes(artifact: CompiledForCuda, deterministic: bool) -> int:
     """Return the bytes of cuBLASLt's workspace: 0 unless a chip's records use it; the invariant order never does."""
     records = (data for name, data in artifact.contents.items() if name.endswith(f"/{RECORDS}"))
     return WORKSPACE_BYTES if not deterministic and any(map(_name_library, records)) else 0
@@ -152,7 +151,9 @@ def output_layout(rows: int) -> dict[str, int]:
     return {**places, "end": at}
 
 
-def kv_available(artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, ...], free_bytes: int, gpu: str) -> int:
+def kv_available(
+    artifact: CompiledForCuda, config: EngineConfig, groups: tuple[CacheGroup, ...], free_bytes: int, gpu: str
+) -> int:
     """Return the bytes that the KV cache may take.
 
     Raises ConfigError, suggesting settings that fit, if the rest leaves too few.
@@ -178,7 +179,7 @@ def kv_available(artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, 
 
 
 def _that_fit(
-    artifact: Any, config: EngineConfig, groups: tuple[CacheGroup, ...], free: int, wanted: int
+    artifact: CompiledForCuda, config: EngineConfig, groups: tuple[CacheGroup, ...], free: int, wanted: int
 ) -> Iterator[str]:
     """Yield settings, each of which alone makes the artifact fit."""
     seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
@@ -211,7 +212,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _kv_bytes(artifact: Any, groups: tuple[CacheGroup, ...], tokens: int, seqs: int, length: int) -> int:
+def _kv_bytes(artifact: CompiledForCuda, groups: tuple[CacheGroup, ...], tokens: int, seqs: int, length: int) -> int:
     """Return the bytes of pools that hold `seqs` sequences of `length`, and block 0."""
     limits = CacheLimits(artifact.block_size, length, seqs, tokens)
     return pools_bytes(groups, limits, pools_for_all(groups, limits))

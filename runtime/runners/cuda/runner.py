@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.arena import Arena
 from inferc.codegen.triton.aot.launch import FAST, INVARIANT
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import InfercError, RequestError, UnsupportedError
+from inferc.manifest_types import Launch
+from inferc.runtime.runners.compiled import CompiledForCuda
 from inferc.runtime.runners.cpu.runner import NUMPY_DTYPES, Observer
 from inferc.runtime.runners.cuda import code, cublaslt, memory
 from inferc.runtime.runners.cuda.blocks import Blocks
@@ -31,12 +32,12 @@ from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.engines import Engines
 from inferc.runtime.runners.cuda.graphs import StepGraphs
 from inferc.runtime.runners.cuda.inputs import Capacity
-from inferc.runtime.runners.cuda.launches import Addresses, Launches
+from inferc.runtime.runners.cuda.launches import Addresses, Launches, Observe
 from inferc.runtime.runners.cuda.penalties import PenaltyCounts
 from inferc.runtime.runners.cuda.step_buffers import StepBuffers
 from inferc.runtime.runners.cuda.step_inputs import StepInputs, power_of_two
 from inferc.runtime.runners.cuda.tier import TierCopies
-from inferc.runtime.runners.cuda.weights import copy_weights, placed_bytes
+from inferc.runtime.runners.cuda.weights import placed_bytes
 from inferc.runtime.step.limits import StepLimits, outside
 from inferc.runtime.step.plan import F32, I32, I64, StepPlan, StepResult
 
@@ -48,9 +49,9 @@ IN_FLIGHT = 3  # how many steps have memory of their own on the host for inputs 
 class CudaRunner:
     """A runner that executes the steps of one artifact on one GPU.
 
+    - place_weights: writes the weights into memory that begins at an address, and returns the address of each.
     - owns_driver: close the driver at the end.
     - poison: fill memory with NaN first, so that tests notice reads of memory never written.
-    - place_weights: writes the weights from an address on, in place of copying the artifact's.
     - lower: host memory with the blocks of the KV cache's offload tier, per group [blocks, bytes of a block].
     - engines: compute the artifact's segments; once the runner is made, it owns them.
 
@@ -59,13 +60,13 @@ class CudaRunner:
 
     def __init__(
         self,
-        artifact: Any,
+        artifact: CompiledForCuda,
         config: ResolvedEngineConfig,
         driver: Driver,
+        place_weights: Callable[[Driver, int], dict[str, int]],
         *,
         owns_driver: bool = False,
         poison: bool = False,
-        place_weights: Callable[[Driver, int], dict[str, int]] | None = None,
         lower: Sequence[NDArray[np.uint8]] = (),
         engines: Engines | None = None,
     ) -> None:
@@ -73,7 +74,7 @@ class CudaRunner:
         self._entered = threading.local()
         self._enter()
         self.block_size = artifact.block_size
-        self.vocab_size = int(artifact.model["vocab_size"])
+        self.vocab_size = artifact.vocab_size
         self.num_blocks = config.num_blocks
         self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.limits = StepLimits(
@@ -92,11 +93,11 @@ class CudaRunner:
         self._max_blocks = [-(-artifact.max_model_len // self.block_size)] * len(self._groups)
         self._stream = driver.new_stream()
         self._memory = DeviceMemory(driver, self._stream)
-        cubins = artifact.entry["cubins"]
+        cubins = artifact.cubins
         command = f"inferc compile MODEL -o {artifact.path} --add-target --target cuda:{{arch}}"
         self.arch = code.choose(cubins, driver, command)
         self._kernels = code.load_kernels(Path(cubins[self.arch]), artifact.contents, driver, command)
-        self._addresses = self._allocate(poison, place_weights or _copied(artifact))
+        self._addresses = self._allocate(poison, place_weights)
         self._blocks = Blocks(driver, self._stream, self._groups, self._addresses.caches, self.block_size)
         self._cublaslt = self._open_cublaslt()
         self._launches: dict[Capacity, Launches] = {}
@@ -107,7 +108,7 @@ class CudaRunner:
         self._free, self._pending = deque(self._steps), deque[StepBuffers]()
         table = self._addresses.state["count_table"]
         self._penalties = PenaltyCounts(driver, self._stream, self._memory, table, self.vocab_size, self.max_num_seqs)
-        sizes = [self.block_size * int(group["bytes_per_token"]) for group in self._groups]
+        sizes = [self.block_size * group.bytes_per_token for group in self._groups]
         self._tier = TierCopies(driver, self._stream, self._addresses.caches, sizes, self.num_blocks, lower)
         self._observer: Observer | None = None
         # The capacity of the inputs on the device, and whether sequences share prefixes.
@@ -131,14 +132,12 @@ class CudaRunner:
     def _allocate(self, poison: bool, place_weights: Callable[[Driver, int], dict[str, int]]) -> Addresses:
         """Allocate all memory whose size does not depend on a step."""
         artifact, new = self._artifact, self._memory.new
-        plan = Arena(artifact.program["memory_plan"]["pools"])
+        plan = artifact.program.memory_plan.arena
         most = memory.most_rows(self._most, self.max_num_seqs)
         weights = new(placed_bytes(artifact.weights))
         arena = new(plan.num_bytes(most), poison=poison)
         counts = zip(self.num_blocks, self._groups, strict=True)
-        caches = [
-            new(count * self.block_size * int(group["bytes_per_token"]), poison=poison) for count, group in counts
-        ]
+        caches = [new(count * self.block_size * group.bytes_per_token, poison=poison) for count, group in counts]
         scratch = {
             name: new(memory.scratch_bytes(size, self._most, self.max_num_seqs), zero=True)
             for name, size in memory.buffers(artifact, self._order == INVARIANT).items()
@@ -283,10 +282,10 @@ class CudaRunner:
         if self._order != FAST:
             return {}
         found = {}
-        for name, how in self._artifact.program["shared_prefixes"].items():
+        for name, how in self._artifact.program.shared_prefixes.items():
             group = self._groups[int(name)]
-            layer_bytes = int(group["bytes_per_token"]) // len(group["layers"])
-            found[int(name)] = (self.block_size, int(how["members"]), int(how["keys"]), layer_bytes)
+            layer_bytes = group.bytes_per_token // len(group.layers)
+            found[int(name)] = (self.block_size, how.members, how.keys, layer_bytes)
         return found
 
     def _send(self, plan: StepPlan, step: StepBuffers, capacity: Capacity, target_ids: I32 | None = None) -> bool:
@@ -298,16 +297,14 @@ class CudaRunner:
         if capacity not in self._launches:
             places = memory.output_layout(capacity.rows)
             outputs = {name: self._outputs + at for name, at in places.items()}
-            launches = self._artifact.program["launches"]
+            launches = self._artifact.program.launches
             self._launches[capacity] = Launches(
-                *(
-                    launches,
-                    self._kernels,
-                    self._addresses,
-                    self._inputs.layout(capacity),
-                    self._inputs.address,
-                    outputs,
-                ),
+                launches,
+                self._kernels,
+                self._addresses,
+                self._inputs.layout(capacity),
+                self._inputs.address,
+                outputs,
                 self._order,
                 self._cublaslt,
                 self._engines,
@@ -345,26 +342,26 @@ class CudaRunner:
         """
         self._observer = observer
 
-    def _observe_launch(self) -> Callable[[Mapping[str, Any], int, int], None] | None:
+    def _observe_launch(self) -> Observe | None:
         observer = self._observer
         if observer is None:
             return None
-        table = {int(entry["id"]): entry for entry in self._artifact.program["observable"]}
+        table = {entry.id: entry for entry in self._artifact.program.observable}
 
-        def observe(launch: Mapping[str, Any], _first: int, rows: int) -> None:
-            for written in launch["writes"]:
-                entry = table[written["id"]]
-                dtype = NUMPY_DTYPES[entry["dtype"]]
+        def observe(launch: Launch, _first: int, rows: int) -> None:
+            for written in launch.writes:
+                entry = table[written.id]
+                dtype = NUMPY_DTYPES[entry.dtype]
                 plan, most = self._addresses.plan, self._addresses.most
-                at = self._addresses.arena + plan.address(written["value"], written["offset"], most) + written["column"]
-                held = np.zeros((rows, written["stride"]), dtype)
+                at = self._addresses.arena + plan.address(written.value, written.offset, most) + written.column
+                held = np.zeros((rows, written.stride), dtype)
                 if rows:
-                    width = int(np.prod(entry["shape"], dtype=np.int64))
-                    size = ((rows - 1) * written["stride"] + width) * dtype.itemsize
+                    width = int(np.prod(entry.shape, dtype=np.int64))
+                    size = ((rows - 1) * written.stride + width) * dtype.itemsize
                     self._driver.wait(self._stream)
                     self._driver.read(held.ctypes.data, at, size)
-                    value = held[:, :width].reshape(rows, *entry["shape"])
-                    observer(entry, launch["layer"], value.copy())
+                    value = held[:, :width].reshape(rows, *entry.shape)
+                    observer(entry, -1 if launch.layer is None else launch.layer, value.copy())
 
         return observe
 
@@ -372,7 +369,7 @@ class CudaRunner:
         """Write numbers into the first `count` blocks of each KV group: 0x3c3c is 0.011 in bfloat16."""
         self._enter()
         for cache, group, blocks in zip(self._addresses.caches, self._groups, self.num_blocks, strict=True):
-            size = min(count, blocks) * self.block_size * int(group["bytes_per_token"])
+            size = min(count, blocks) * self.block_size * group.bytes_per_token
             self._driver.fill(cache, 0x3C, size, self._stream)
 
     def step_ms(self, size: int, repeats: int = 20) -> float:
@@ -424,11 +421,6 @@ class CudaRunner:
         if not getattr(self._entered, "done", False):
             self._driver.enter()
             self._entered.done = True
-
-
-def _copied(artifact: Any) -> Callable[[Driver, int], dict[str, int]]:
-    """Return a function that copies an artifact's weights to a GPU."""
-    return lambda driver, base: copy_weights(driver, artifact.weights, artifact.maps, base)
 
 
 def _counts(plan: StepPlan) -> dict[str, int]:

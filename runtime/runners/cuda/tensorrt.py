@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from inferc.codegen.tensorrt.adapter import Library, to_run
 from inferc.errors import ArtifactError, UnsupportedError
+from inferc.manifest_types import Tensorrt
 from inferc.runtime.runners.cuda.driver import Driver
 
 
-def library_for(facts: Mapping[str, Any], where: str, driver: Driver, device: str) -> Library:
+def library_for(facts: Tensorrt, where: str, driver: Driver, device: str) -> Library:
     """Return the package that runs plans for which the manifest states `facts`.
 
     where: the plans' name, for people; device: the device part of the target. Raises ConfigError, UnsupportedError or
     ArtifactError if the plans are of another package, version or chip.
     """
-    library = to_run(facts["package"], facts["version"], where)
-    if driver.arch != facts["arch"]:
+    library = to_run(facts.package, facts.version, where)
+    if driver.arch != facts.arch:
         raise UnsupportedError(
-            f"{where} is for {facts['arch']}, and this GPU ({driver.name}) is {driver.arch}: a plan runs on its own"
+            f"{where} is for {facts.arch}, and this GPU ({driver.name}) is {driver.arch}: a plan runs on its own"
             f" chip alone; compile the model with --target {device}:{driver.arch} or cuda:{driver.arch}"
         )
     return library

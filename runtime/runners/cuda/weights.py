@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from mmap import mmap
 
 import numpy as np
 
+from inferc.manifest_types import StoredWeight
+from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.runners.cuda.driver import Driver
 
 PIECE_BYTES = 16 << 20
 NUM_THREADS = 4
 
 
-def copy_weights(driver: Driver, weights: Any, maps: Any, base: int) -> dict[str, int]:
+def copy_weights(
+    weights: Sequence[StoredWeight], maps: Mapping[str, mmap], driver: Driver, base: int
+) -> dict[str, int]:
     """Copy the tensors of a weight table to `base` and on, in the order of their files; return their addresses by name.
 
     Returns once all tensors are on the device. Names that share a tensor share its copy.
@@ -66,7 +72,12 @@ def copy_weights(driver: Driver, weights: Any, maps: Any, base: int) -> dict[str
     return {weight.name: places[weight.file, weight.offset][0] for weight in weights}
 
 
-def placed_bytes(weights: Any) -> int:
+def placer(artifact: Artifact) -> Callable[[Driver, int], dict[str, int]]:
+    """Return a function that copies the artifact's weights to a GPU, as `copy_weights` does."""
+    return partial(copy_weights, artifact.weights, artifact.maps)
+
+
+def placed_bytes(weights: Sequence[StoredWeight]) -> int:
     """Return the number of bytes that `copy_weights` fills."""
     sizes = {(weight.file, weight.offset): weight.num_bytes for weight in weights}
     return sum(-(-size // 256) * 256 for size in sizes.values())

@@ -32,10 +32,10 @@ class CacheInput:
 def cache_inputs(artifact: Artifact) -> list[CacheInput]:
     """Return the caches among the step's inputs."""
     found = []
-    for entry in artifact.program["step"]["inputs"]:
-        if len(entry["shape"]) == 4:
-            _, heads, _, head_dim = entry["shape"]
-            found.append(CacheInput(entry["name"], int(heads), int(head_dim), entry["dtype"]))
+    for entry in artifact.program.step.inputs:
+        if len(entry.shape) == 4:
+            _, heads, _, head_dim = entry.shape
+            found.append(CacheInput(entry.name, int(heads), int(head_dim), entry.dtype))
     return found
 
 

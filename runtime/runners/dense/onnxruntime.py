@@ -130,7 +130,7 @@ def open_onnx(artifact: Artifact, config: ResolvedEngineConfig) -> DenseRunner:
     """Open a runner of an artifact for the `onnx` target on the CPU."""
     model = OnnxModel(artifact, config.num_threads)
     caches = HostCaches(cache_inputs(artifact))
-    return DenseRunner(model, caches, config, artifact.max_model_len, int(artifact.model["vocab_size"]))
+    return DenseRunner(model, caches, config, artifact.max_model_len, artifact.vocab_size)
 
 
 def open_onnx_cuda(
@@ -149,7 +149,7 @@ def open_onnx_cuda(
     except BaseException:
         model.release()  # the caller still owns the driver and closes it afterwards
         raise
-    vocab_size = int(artifact.model["vocab_size"])
+    vocab_size = artifact.vocab_size
     return DenseRunner(model, caches, resolved, artifact.max_model_len, vocab_size), resolved
 
 

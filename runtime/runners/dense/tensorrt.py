@@ -252,12 +252,13 @@ def open_tensorrt(
 
     Raises ConfigError, UnsupportedError or ArtifactError if the plan is of another package, version or chip.
     """
-    facts = artifact.manifest["tensorrt"]
+    facts = artifact.manifest.tensorrt
+    assert facts is not None, f"{artifact.path} is for tensorrt, and has no plan"
     where = str(artifact.path / TENSORRT_PLAN)
     library = library_for(facts, where, driver, "tensorrt")
     caches = cache_inputs(artifact)
-    hidden_size, vocab_size = int(artifact.program["step"]["hidden"]["shape"][-1]), int(artifact.model["vocab_size"])
-    profiles = [Profile(**{name: each[name] for name in PROFILE_FIELDS}) for each in facts["profiles"]]
+    hidden_size, vocab_size = int(artifact.program.step.hidden.shape[-1]), artifact.vocab_size
+    profiles = [Profile(each.max_num_seqs or 0, each.max_num_tokens, each.max_num_rows) for each in facts.profiles]
     plan = memoryview(artifact.maps[TENSORRT_PLAN])
     names = [each.name for each in caches]
     model = TensorRTModel(library, plan, where, profiles, names, hidden_size, vocab_size, driver)
@@ -267,6 +268,3 @@ def open_tensorrt(
         model.release()
         raise
     return DenseRunner(model, memory, resolved, artifact.max_model_len, vocab_size), resolved
-
-
-PROFILE_FIELDS = ("max_num_seqs", "max_num_tokens", "max_num_rows")

@@ -140,7 +140,7 @@ def tune(wish: Wish, progress: Progress) -> Tuned:
 def _default(artifact: Artifact) -> Candidate:
     """Return the default configuration of `inferc serve` for an artifact."""
     config = EngineConfig()
-    tokens = config.token_budget(str(artifact.manifest["targets"][0]))
+    tokens = config.token_budget(artifact.manifest.targets[0])
     return Candidate(config.max_num_seqs, tokens, config.policy, config.tbt_ms, config.prefix_cache)
 
 

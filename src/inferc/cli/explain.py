@@ -133,10 +133,10 @@ def _of_artifact(source: str) -> tuple[CostLog, dict[str, Any]]:
     from inferc.runtime.artifact.load import load_artifact
 
     artifact = load_artifact(source, to_run=False)
-    if COSTS not in artifact.manifest["files"]:
+    if COSTS not in artifact.manifest.files:
         raise ArtifactError(f"{source} was compiled by an inferc that stored no costs; compile the model again")
     costs = artifact.costs()
-    targets = ", ".join(artifact.manifest["targets"])
+    targets = ", ".join(artifact.manifest.targets)
     return costs, {"source": source, "target": targets, "captured_layers": None, "refused": None}
 
 

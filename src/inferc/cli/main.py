@@ -264,7 +264,7 @@ command(app, "sign")(sign)
 def inspect(out: Out, as_json: Json = False) -> None:
     """Show what an artifact holds: targets, sizes, KV cache groups, chat format, signature, kernels, certificate."""
     from inferc.chat_form import form_of
-    from inferc.runtime.artifact.load import inspect_artifact
+    from inferc.runtime.artifact.inspect import inspect_artifact
 
     facts = inspect_artifact(out)
     if as_json:

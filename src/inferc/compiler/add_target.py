@@ -44,14 +44,15 @@ def add_target(
     with OutputFolder(Path(out)) as folder:
         writer = ArtifactWriter(folder)
         rows = _write(artifact, added, writer, report)
-        for name, entry in artifact.manifest["files"].items():
+        for name, entry in artifact.manifest.files.items():
             if name not in writer.files:
                 _link(artifact.path / name, folder.path / name)
                 writer.files[name] = entry
-        manifest = {key: value for key, value in artifact.manifest.items() if key not in ("files", "sha256")}
+        before = artifact.manifest_json()
+        manifest = {key: value for key, value in before.items() if key not in ("files", "sha256")}
         manifest["targets"] = [*manifest["targets"], *added.each]
-        cubins = {**artifact.entry["cubins"], **{arch: f"kernels/{arch}" for arch in added.archs}}
-        manifest["programs"] = [{**artifact.entry, "cubins": cubins}]
+        cubins = {**artifact.entry.cubins, **{arch: f"kernels/{arch}" for arch in added.archs}}
+        manifest["programs"] = [{**before["programs"][0], "cubins": cubins}]
         manifest["kernels"] = [*manifest["kernels"], *rows]
         manifest["config"] = {
             **manifest["config"],
@@ -69,8 +70,8 @@ def add_target(
     return CompileSummary(
         path=folder.out,
         seconds=round(time.perf_counter() - start, 3),
-        weights_bytes=sum(entry["bytes"] for entry in writer.files.values() if "xxh3_128" in entry),
-        artifact_bytes=sum(entry["bytes"] for entry in writer.files.values()),
+        weights_bytes=sum(entry.bytes for entry in writer.files.values() if entry.xxh3_128 is not None),
+        artifact_bytes=sum(entry.bytes for entry in writer.files.values()),
         config=_resolved(manifest["config"]),
         passes=[],
         kernels=manifest["kernels"],
@@ -80,7 +81,7 @@ def add_target(
 
 def _added(artifact: Artifact, wanted: Target) -> Target:
     """Return the chips to compile for; raise ConfigError where they cannot be added to the artifact."""
-    have = artifact.manifest["targets"]
+    have = artifact.manifest.targets
     specs = {find_spec(target) for target in have}
     if specs != {wanted.spec} or not wanted.spec.more_targets:
         has_plans = any(spec.archs == "one" for spec in specs)
@@ -97,7 +98,7 @@ def _added(artifact: Artifact, wanted: Target) -> Target:
 
 def _check_same(artifact: Artifact, model: str | Path, config: CompileConfig) -> None:
     """Raise ConfigError unless the model and the settings are those that the artifact was compiled with."""
-    facts, kept = json.loads(json_bytes(hf_facts(load(model)))), artifact.model["hf_config"]
+    facts, kept = json.loads(json_bytes(hf_facts(load(model)))), artifact.model.hf_config
     if differ := sorted(name for name in {*facts, *kept} if facts.get(name) != kept.get(name)):
         raise ConfigError(
             f"{model} is not the model of {artifact.path}: their configs differ in {', '.join(differ[:3])};"
@@ -105,7 +106,7 @@ def _check_same(artifact: Artifact, model: str | Path, config: CompileConfig) ->
         )
     defaults = CompileConfig()
     for name in ("dtype", "quantize", "kv_dtype", "max_model_len", "block_size"):
-        value, compiled = getattr(config, name), artifact.config[name]
+        value, compiled = getattr(config, name), getattr(artifact.config, name)
         if value not in (getattr(defaults, name), compiled):
             raise ConfigError(
                 f"{artifact.path} was compiled with {name} {compiled}, not {value};"
@@ -121,11 +122,10 @@ def _write(artifact: Artifact, added: Target, writer: ArtifactWriter, report: Pr
 
     program = graph_of(artifact)
     step = emit(program, memory_plan(program).values)
-    made = json.loads(json_bytes(step.program_json_fields))
-    if any(artifact.program[name] != value for name, value in made.items()):
+    made, compiled = json.loads(json_bytes(step.program_json_fields)), artifact.program_json()
+    if any(compiled[name] != value for name, value in made.items()):
         raise ArtifactError(
-            f"{artifact.path} is by {artifact.manifest['producer']}, whose kernels are not this inferc's;"
-            " compile it again"
+            f"{artifact.path} is by {artifact.manifest.producer}, whose kernels are not this inferc's; compile it again"
         )
     _, rows = write_code(
         step, added.archs, writer.add, lambda done, total: report("compile kernels", done, total), with_ptx=False

@@ -46,7 +46,6 @@ from inferc.manifest import (
     CERTIFICATE,
     COSTS,
     PROGRAM,
-    holds_weights,
     json_bytes,
 )
 from inferc.passes.parallel.expert_placement import Placement, placements
@@ -115,8 +114,8 @@ def compile(
     return CompileSummary(
         path=folder.out,
         seconds=round(time.perf_counter() - start, 3),
-        weights_bytes=sum(entry["bytes"] for name, entry in build.writer.files.items() if holds_weights(name, entry)),
-        artifact_bytes=sum(entry["bytes"] for entry in build.writer.files.values()),
+        weights_bytes=sum(entry.bytes for name, entry in build.writer.files.items() if entry.holds_weights(name)),
+        artifact_bytes=sum(entry.bytes for entry in build.writer.files.values()),
         config=resolved,
         passes=build.records,
         kernels=build.kernels,

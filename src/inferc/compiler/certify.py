@@ -305,7 +305,7 @@ def run_kernels(
     engine = load_engine(loaded, max_num_seqs=len(prompts), max_num_batched_tokens=token_budget, prefix_cache=False)
     runner = engine.runner
     assert isinstance(runner, ObservableRunner), "only compiled steps are observed"
-    in_any_batch = find_spec(loaded.manifest["targets"][0]).deterministic != "never"
+    in_any_batch = find_spec(loaded.manifest.targets[0]).deterministic != "never"
     try:
         logits = [_scored_logits(engine, runner, prompt) for prompt in prompts]
         greedy: list[list[int]] = [[] for _ in prompts]

@@ -24,6 +24,8 @@ from inferc.config import available_memory_bytes
 from inferc.errors import ConfigError, RequestError, UnsupportedError
 from inferc.frontend.checkpoint.load import Checkpoint, load
 from inferc.frontend.reference import reference_greedy, reference_model, reference_states
+from inferc.manifest_types import Node as GraphNode
+from inferc.manifest_types import Program
 from inferc.passes.quantize.schemes import KV_INT8, SCHEMES, Budget, together
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.record.tapped import TappedSequence
@@ -75,18 +77,18 @@ def diff(
     options: fields of EngineConfig. Raises ConfigError for a model that is not the artifact's, and whatever taps and
     models raise.
     """
-    target = str(artifact.manifest["targets"][0])
+    target = artifact.manifest.targets[0]
     if find_spec(target).kv == "dense":
         raise UnsupportedError(
             f"{artifact.path} is for {target}, whose values are not seen; inferc verify compares its logits"
         )
     checkpoint = load(model)
     check_same(artifact, checkpoint)
-    outputs = layer_outputs(artifact.program, int(artifact.model["hidden_size"]))
+    outputs = layer_outputs(artifact.program, artifact.model.hidden_size)
     report("run the engine")
     found = _run_engine(artifact, prompt, params, outputs, options)
     report("run the model")
-    dtype = str(artifact.config["dtype"])
+    dtype = artifact.config.dtype
     hugging = reference_model(checkpoint, dtype, artifact.max_model_len)
     own = Reference(*reference_states(hugging, found.ids[:-1]))
     count = len(found.ids) - found.prompt_len
@@ -117,9 +119,10 @@ def check_same(artifact: Artifact, checkpoint: Checkpoint) -> None:
     config, facts = checkpoint.config, artifact.model
     for name in ("model_type", "vocab_size", "hidden_size"):
         found = getattr(config, name, None)
-        if found is not None and found != facts[name]:
+        expected = getattr(facts, name)
+        if found is not None and found != expected:
             raise ConfigError(
-                f"{checkpoint.name} is not the model of {artifact.path}: found {name} {found}, expected {facts[name]};"
+                f"{checkpoint.name} is not the model of {artifact.path}: found {name} {found}, expected {expected};"
                 " give the one that the artifact was compiled from with --reference"
             )
 
@@ -142,22 +145,22 @@ def _is_greedy(params: SamplingParams) -> bool:
 # ------------------------------------------------------------------------------------------------ engine
 
 
-def layer_outputs(program: Mapping[str, Any], hidden_size: int) -> dict[int, tuple[Node, ...]]:
+def layer_outputs(program: Program, hidden_size: int) -> dict[int, tuple[Node, ...]]:
     """Return, for each layer, the values whose sum is the input of the next layer.
 
     There is one value, or two that the next layer's norm adds. A layer with any other output is left out.
     """
-    nodes, entries = all_nodes(program), program["program"]["nodes"]
-    readers: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    nodes, entries = all_nodes(program), program.program.nodes
+    readers: dict[str, list[GraphNode]] = defaultdict(list)
     for entry in entries:
-        for source in _sources(entry["args"]):
+        for source in _sources(entry.args):
             readers[source].append(entry)
     ends: dict[int, list[tuple[Node, set[str]]]] = defaultdict(list)
     for entry in entries:
-        node = nodes.get(entry.get("name"))
-        if node is None or node.layer is None or node.shape != (hidden_size,) or entry["target"] == "aten.index_select":
+        node = nodes.get(str(entry.name))
+        if node is None or node.layer is None or node.shape != (hidden_size,) or entry.target == "aten.index_select":
             continue
-        others = {each["id"] for each in readers[entry["id"]] if each["op"] != "output" and each["layer"] != node.layer}
+        others = {each.id for each in readers[entry.id] if each.op != "output" and each.layer != node.layer}
         if others:
             ends[node.layer].append((node, others))
     found = {}
@@ -185,7 +188,7 @@ def _run_engine(
     outputs: Mapping[int, tuple[Node, ...]],
     options: Mapping[str, Any],
 ) -> Found:
-    vocab_size = int(artifact.model["vocab_size"])
+    vocab_size = artifact.vocab_size
     logits = [
         node for node in all_nodes(artifact.program).values() if node.by_logits_row and node.shape == (vocab_size,)
     ]
@@ -219,7 +222,7 @@ def _values(tapped: TappedSequence, nodes: tuple[Node, ...], end: int) -> tuple[
 
 def _judge(artifact: Artifact, checkpoint: Checkpoint, ids: list[int], report: Report) -> Reference | None:
     """Run the model in float32, if it fits in memory."""
-    needed, free = 4 * int(artifact.model["num_parameters"]), available_memory_bytes()
+    needed, free = 4 * artifact.model.num_parameters, available_memory_bytes()
     if needed > MEMORY_SHARE * free:
         log.warning("no judge: the float32 model takes %.1f GB, and %.1f GB are free", needed / 1e9, free / 1e9)
         return None
@@ -249,17 +252,17 @@ def _verdict(artifact: Artifact, found: Found, own: Reference, wide: Reference |
         reason = drift.over_float32(ours.relative_error)
     else:
         of_model = drift.measure([own.logits[found.sampled]], [judge.logits[found.sampled]])
-        has_router = any(each.get("target") == "inferc.moe_experts" for each in artifact.program["program"]["nodes"])
-        name = f"transformers' own in {artifact.config['dtype']}"
+        has_router = any(each.target == "inferc.moe_experts" for each in artifact.program.program.nodes)
+        name = f"transformers' own in {artifact.config.dtype}"
         reason = drift.over_own(ours.kl, of_model.kl, name, has_router)
     return not reason, reason
 
 
 def _budget(artifact: Artifact) -> Budget | None:
     """Return the joint budget of the artifact's lossy passes; None if there were none."""
-    lossy = [KV_INT8] if any(group["dtype"] == "int8" for group in artifact.kv_groups) else []
-    done = artifact.model.get("quantization")
-    lossy += [SCHEMES[done["scheme"]].budget] if done and done["products"] else []
+    lossy = [KV_INT8] if any(group.dtype == "int8" for group in artifact.kv_groups) else []
+    done = artifact.model.quantization
+    lossy += [SCHEMES[done.scheme].budget] if done and done.products else []
     return together(lossy) if lossy else None
 
 

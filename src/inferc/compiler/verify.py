@@ -12,14 +12,14 @@ from typing import Any
 
 from inferc.backends.lower import LowerConfig, lower
 from inferc.backends.partition import prepare
-from inferc.compiler.certify import Certifier, encoder, make_prompts, run_kernels
+from inferc.compiler.certify import Certificate, Certifier, encoder, make_prompts, run_kernels
 from inferc.compiler.diff import check_same
 from inferc.config import available_memory_bytes
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
 from inferc.ir.program import Program
-from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.load import load_engine
 from inferc.targets import Target
 
@@ -39,29 +39,14 @@ def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
     artifact that cannot be verified here.
     """
     artifact = load_artifact(out)
-    target = Target.parse(str(artifact.config["target"]))
-    if target.spec.kernels_certified == "never":
-        raise UnsupportedError(
-            f"{out} is for target {target}, which runs on {target.spec.runs_on}: verify does not judge that;"
-            " use inferc diff, and inferc eval OUT for its loss"
-        )
-    if artifact.config["passes"]:
-        raise UnsupportedError(
-            f"{out} was compiled with --pass {', '.join(artifact.config['passes'])}, which verify does not run;"
-            " use inferc diff"
-        )
-    needed, free = COPIES * 4 * int(artifact.model["num_parameters"]), available_memory_bytes()
-    if needed > free:
-        raise UnsupportedError(
-            f"{out}: verify holds the model in float32 twice, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free;"
-            " use inferc diff, or a machine with more memory"
-        )
+    target = Target.parse(artifact.config.target)
+    _check_verifiable(artifact, target)
     report("try the artifact", 0, 1)
     load_engine(artifact, max_num_seqs=1).close()  # report what this machine lacks now, not after the references
     report("read the model", 0, 1)
     checkpoint = load(model)
     check_same(artifact, checkpoint)
-    dtype, max_model_len = str(artifact.config["dtype"]), artifact.max_model_len
+    dtype, max_model_len = artifact.config.dtype, artifact.max_model_len
     program = capture(checkpoint, dtype, max_model_len, check=False)
     report("run the reference", 0, 1)
     encode = encoder(artifact.tokenizer.contents.get("tokenizer.json"))
@@ -76,13 +61,13 @@ def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
     )
     config = LowerConfig(
         target,
-        int(artifact.config["block_size"]),
-        quantize=artifact.config["quantize"],
-        kv_dtype=str(artifact.config["kv_dtype"]),
+        artifact.config.block_size,
+        quantize=artifact.config.quantize,
+        kv_dtype=artifact.config.kv_dtype,
     )
 
     def observe(index: int, name: str, rewrites: int, lowered: Program) -> None:
-        report("lower and certify", index, len(artifact.manifest["passes"]))
+        report("lower and certify", index, len(artifact.manifest.passes))
         certifier.observe(index, name, rewrites, lowered)
 
     if len(artifact.ranks) > 1:
@@ -91,7 +76,32 @@ def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
         lower(program, config, observe=observe)
     report("run the artifact", 0, 1)
     certifier.add_kernels(*run_kernels(out, certifier.certificate.prompts, certifier.greedy_tokens))
-    rows = certifier.certificate.rows
+    return _to_json(certifier.certificate)
+
+
+def _check_verifiable(artifact: Artifact, target: Target) -> None:
+    """Raise UnsupportedError for an artifact that cannot be verified here."""
+    if target.spec.kernels_certified == "never":
+        raise UnsupportedError(
+            f"{artifact.path} is for target {target}, which runs on {target.spec.runs_on}: verify does not judge that;"
+            " use inferc diff, and inferc eval OUT for its loss"
+        )
+    if artifact.config.passes:
+        raise UnsupportedError(
+            f"{artifact.path} was compiled with --pass {', '.join(artifact.config.passes)}, which verify does not run;"
+            " use inferc diff"
+        )
+    needed, free = COPIES * 4 * artifact.model.num_parameters, available_memory_bytes()
+    if needed > free:
+        raise UnsupportedError(
+            f"{artifact.path}: verify holds the model in float32 twice, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB"
+            " are free; use inferc diff, or a machine with more memory"
+        )
+
+
+def _to_json(certificate: Certificate) -> dict[str, Any]:
+    """Return what `verify` returns."""
+    rows = certificate.rows
     kernels = rows[-1]
     failed = next((row for row in rows if not row.ok), None)
     return {
@@ -101,6 +111,6 @@ def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
         "kl": kernels.kl,
         "top1_agreement": kernels.top1_agreement,
         "greedy_equal": kernels.greedy_equal,
-        "num_prompts": len(certifier.certificate.prompts),
+        "num_prompts": len(certificate.prompts),
         "passes": [asdict(row) for row in rows],
     }

@@ -195,7 +195,7 @@ def logits_of(compiled: Compiled, num_threads: int, *plans: StepPlan) -> list[Te
     )
     runner, seen = CpuRunner(compiled, config, poison=True), list[Tensor]()
     try:
-        runner.set_observer(lambda entry, _, value: seen.append(as_torch(value)) if entry["name"] == "logits" else None)
+        runner.set_observer(lambda entry, _, value: seen.append(as_torch(value)) if entry.name == "logits" else None)
         for plan in plans:
             runner.score(plan, np.zeros(len(plan.logits_rows), np.int32))
     finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from inferc.codegen.cpp.build import Unit
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig, EngineConfig
 from inferc.ir.ops import quantize as reference
+from inferc.manifest_types import Observable
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.runners.cpu import abi
 from inferc.runtime.runners.cpu.runner import CpuRunner
@@ -90,10 +90,10 @@ def artifact(
     return load_artifact(out)
 
 
-def logits_of(artifact: Artifact) -> dict[str, Any]:
+def logits_of(artifact: Artifact) -> Observable:
     """The observable value that is a step's last."""
-    entry: dict[str, Any] = artifact.program["observable"][-1]
-    assert (entry["dtype"], entry["shape"]) == ("float32", [artifact.model["vocab_size"]])
+    entry = artifact.program.observable[-1]
+    assert (entry.dtype, entry.shape) == ("float32", [artifact.vocab_size])
     return entry
 
 
@@ -130,9 +130,9 @@ def logits_on_arm(artifact: Artifact, isa: str, plan: StepPlan) -> Tensor:
     step.threads = process.call("inferc_threads_open", threads, 0, returns=ctypes.c_int64)
     stored = put(step)
 
-    vocab = int(artifact.model["vocab_size"])
+    vocab = artifact.vocab_size
     logits = put(np.full((rows, vocab), np.nan, np.float32))
-    record = put(np.array([logits_of(artifact)["id"], 4 * vocab, logits], np.int64))
+    record = put(np.array([logits_of(artifact).id, 4 * vocab, logits], np.int64))
     host = put(abi.InfercHost(abi.ABI, record, abi.OBSERVE(process.symbol("record"))))
     score = abi.ScoreArgs(None, vocab, *(put(np.zeros(rows, np.int32)) for _ in range(3)))
     score.step = ctypes.cast(stored, ctypes.POINTER(abi.StepArgs))

@@ -21,6 +21,7 @@ from inferc.errors import VerifyError
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import Program, dtype_name
 from inferc.ir.rendezvous import Rendezvous
+from inferc.manifest_types import Observable
 from inferc.passes.lower import plan_memory
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.parallel.expert_placement import balanced
@@ -41,7 +42,6 @@ class CompiledRank(Compiled):
         self.lowered, self.isas = program, abi.detect_isa()[:1]
         self.unit = emit(program, plan.values, plan.pools)
         self.libraries = build_program(self.unit, self.isas)
-        self.weights = tuple(program.weights)
         self.tensors = {name: weight_lib.read_whole(weight, reader) for name, weight in program.weights.items()}
         self.finish(program.block_size, int(program.info["max_model_len"]), int(program.info["vocab_size"]))
 
@@ -56,12 +56,12 @@ def logits_of(ranks: list[RankProgram], reader: Any, group: str) -> list[Tensor]
             compiled = CompiledRank(rank.program, reader)
             runner = CpuRunner(compiled, config, poison=True)
             runner.set_collective(Collectives({group: LocalGroup(index, rendezvous)}))
-            last = compiled.program["observable"][-1]["id"]
+            last = compiled.program.observable[-1].id
 
             def observe(
-                entry: dict[str, Any], _: int, rows: NDArray[Any], last: int = last, into: list[Any] = seen[index]
+                entry: Observable, _: int, rows: NDArray[Any], last: int = last, into: list[Any] = seen[index]
             ) -> None:
-                if entry["id"] == last:
+                if entry.id == last:
                     into.append(torch.from_numpy(rows))
 
             runner.set_observer(observe)

@@ -58,7 +58,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def logits_of(runner: CpuRunner, plan: StepPlan) -> NDArray[Any]:
     """The step's float32 logits, [rows, vocab_size]."""
     seen: list[NDArray[Any]] = []
-    runner.set_observer(lambda entry, layer, value: seen.append(value) if entry["name"] == "logits" else None)
+    runner.set_observer(lambda entry, layer, value: seen.append(value) if entry.name == "logits" else None)
     runner.score(plan, np.zeros(len(plan.logits_rows), np.int32))  # sampling has one row a slot
     runner.set_observer(None)
     return np.concatenate(seen)
@@ -122,15 +122,15 @@ def test_more_rows_than_sampled_at_a_time(runner: CpuRunner) -> None:
 
 def test_every_value_is_observable(compiled: Compiled, runner: CpuRunner) -> None:
     seen: dict[int, tuple[int, tuple[int, ...]]] = {}
-    runner.set_observer(lambda entry, layer, value: seen.__setitem__(entry["id"], (layer, value.shape)))
+    runner.set_observer(lambda entry, layer, value: seen.__setitem__(entry.id, (layer, value.shape)))
     runner.submit(make_plan([(0, tokens(9), 0)]))
     runner.wait()
-    table = compiled.program["observable"]
-    assert sorted(seen) == [entry["id"] for entry in table]
+    table = compiled.program.observable
+    assert sorted(seen) == [entry.id for entry in table]
     for entry in table:
-        layer, shape = seen[entry["id"]]
-        assert layer == (-1 if entry["layer"] is None else entry["layer"])
-        assert shape[1:] == tuple(entry["shape"])
+        layer, shape = seen[entry.id]
+        assert layer == (-1 if entry.layer is None else entry.layer)
+        assert shape[1:] == tuple(entry.shape)
 
 
 def test_equal_programs_give_equal_source() -> None:

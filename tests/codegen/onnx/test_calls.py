@@ -13,7 +13,7 @@ from graphs import Example, random, rows
 from kernel_tables import choose_for
 from onnx_runs import ONNX, run_onnx
 
-from inferc.codegen.onnx.calls import _FUNCTIONS
+from inferc.codegen.onnx.calls.elementwise import _FUNCTIONS
 from inferc.errors import UnsupportedError
 from inferc.ir.ops.pointwise import FUNCTIONS
 

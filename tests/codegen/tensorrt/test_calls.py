@@ -13,7 +13,7 @@ from graphs import Example, example, random, rows
 from kernel_tables import choose_for
 from tensorrt_runs import TENSORRT, run_tensorrt
 
-from inferc.codegen.tensorrt import calls
+from inferc.codegen.tensorrt.calls import elementwise
 from inferc.errors import UnsupportedError
 from inferc.ir.ops.pointwise import FUNCTIONS
 from inferc.targets import Target
@@ -38,7 +38,7 @@ def test_plain_ops(name: str, tmp_path: Path) -> None:
 
 
 def test_every_function_is_known() -> None:
-    assert {*calls.UNARY, *calls.ACTIVATIONS, *calls.BINARY, *calls.SPELLED} == set(FUNCTIONS)
+    assert {*elementwise.UNARY, *elementwise.ACTIVATIONS, *elementwise.BINARY, *elementwise.SPELLED} == set(FUNCTIONS)
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)

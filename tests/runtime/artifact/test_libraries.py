@@ -119,7 +119,7 @@ def test_only_what_the_manifest_names_is_read(copied: Path) -> None:
     (copied / "tokenizer" / "special_tokens_map.json").write_text("[")
     (copied / "certificate.json").write_text("[")
     artifact = load_artifact(copied)
-    named = {name for name in artifact.manifest["files"] if name.startswith("tokenizer/")}
+    named = {name for name in artifact.manifest.files if name.startswith("tokenizer/")}
     assert {f"tokenizer/{name}" for name in artifact.tokenizer.contents} == named
     with pytest.raises(ArtifactError, match=r"engine\.json names no certificate\.json that has a sha256"):
         artifact.read("certificate.json")

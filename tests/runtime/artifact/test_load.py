@@ -7,17 +7,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xxhash
+from manifests import read_manifest, rewrite_manifest
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from inferc.errors import ArtifactError
-from inferc.manifest import FORMAT_VERSION, seal_manifest
-from inferc.runtime.artifact.load import MemoryFormula, inspect_artifact, load_artifact, read_manifest
+from inferc.manifest import FORMAT_VERSION
+from inferc.manifest_types import MemoryFormula
+from inferc.runtime.artifact.inspect import inspect_artifact
+from inferc.runtime.artifact.load import load_artifact
 
 
 @pytest.fixture
@@ -28,13 +31,6 @@ def copied(tiny_artifact: Path, tmp_path: Path) -> Path:
 
 def load_whole(path: Path) -> None:
     load_artifact(path).verify_weights().wait()
-
-
-def rewrite_manifest(path: Path, **changes: Any) -> None:
-    """Edit engine.json as an inferc of another kind would have written it: with a digest that matches."""
-    manifest = {**json.loads((path / "engine.json").read_bytes()), **changes}
-    del manifest["sha256"]
-    (path / "engine.json").write_bytes(seal_manifest(manifest))
 
 
 def test_loads_whole(tiny_artifact: Path) -> None:
@@ -186,14 +182,14 @@ def test_weights_are_what_safetensors_reads(tiny_artifact: Path) -> None:
 def test_bfloat16_comes_as_its_bits(copied: Path) -> None:
     artifact = load_artifact(copied)
     row = artifact.weights[0]
-    halves = {**row.__dict__, "dtype": "bfloat16", "physical_shape": (2 * int(np.prod(row.physical_shape)),)}
-    assert artifact.view(type(row)(**halves)).dtype == np.uint16
+    halves = replace(row, dtype="bfloat16", physical_shape=(2 * int(np.prod(row.physical_shape)),))
+    assert artifact.view(halves).dtype == np.uint16
 
 
 def test_the_manifest_holds_what_the_runtime_asks(tiny_artifact: Path) -> None:
     artifact = load_artifact(tiny_artifact, target="cpu")
-    assert artifact.model["vocab_size"] == 320
-    assert artifact.model["eos_token_ids"] == [1]
+    assert artifact.vocab_size == 320
+    assert artifact.model.eos_token_ids == [1]
     assert (artifact.max_model_len, artifact.block_size) == (256, 32)
     assert artifact.kv_bytes_per_token == 512, "2 layers, K and V, 2 heads of 16, float32"
     assert artifact.isas == ("amx", "avx512", "avx2")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from inferc.errors import ArtifactError, InfercError
 from inferc.manifest import json_bytes, seal_manifest
-from inferc.runtime.artifact.load import inspect_artifact, load_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
+from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.text.tokenizer import Text
 
@@ -149,7 +150,7 @@ def use(folder: Path) -> None:
     inspect_artifact(folder)
     if artifact.tokenizer.has_tokenizer:
         text = Text(artifact.tokenizer)
-        text.check_stop_ids(artifact.model["eos_token_ids"])
+        text.check_stop_ids(artifact.model.eos_token_ids)
         if text.has_chat_template:
             _ = text.chat_template
     load_engine(artifact, max_num_seqs=1, max_num_batched_tokens=16, kv_memory_bytes=1 << 20, num_threads=1).close()

@@ -18,7 +18,8 @@ from serving import ENV, INFERC, Server, run_inferc, wait_until
 import inferc
 from inferc.client import Client
 from inferc.errors import ArtifactError, ConfigError, RequestError
-from inferc.runtime.artifact.load import inspect_artifact, load_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
+from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.measure.replay import Replayed, check_artifact, choose, replay
 from inferc.runtime.record.format import Recording, encode_header, encode_request, read_recording

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from http_calls import request
+from msgspec.structs import replace
 from serving import Server
 
 from inferc.errors import ArtifactError
 from inferc.manifest import CERTIFICATE, COSTS
+from inferc.manifest_types import FileEntry
 from inferc.runtime.artifact.load import load_artifact
 from inferc.serve.http.artifact_report import of_artifact
 
@@ -26,14 +28,15 @@ CERTIFIED = {
 }
 
 
-class Told:
+class FakeArtifact:
     """An artifact whose files say what a test makes them say."""
 
     def __init__(self, of: Path, files: dict[str, Any]) -> None:
         self._artifact = load_artifact(of)
         self._files = files
-        listed = {**self._artifact.manifest["files"], **{key: {"bytes": 1} for key in self._files}}
-        self.manifest = {**self._artifact.manifest, "files": listed}
+        listed = {**self._artifact.manifest.files, **{key: FileEntry(1) for key in self._files}}
+        self.manifest = replace(self._artifact.manifest, files=listed)
+        self.manifest_json = self._artifact.manifest_json
         self.path = of
 
     def read(self, name: str) -> bytes:
@@ -55,13 +58,13 @@ class Told:
         (COSTS, lambda old: {**old, "ops": [5]}),
     ],
 )
-def test_the_rest_is_told(
+def test_the_rest_is_reported(
     tiny_artifact: Path, name: str, harm: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     old = json.loads((tiny_artifact / COSTS).read_bytes())
-    told: Any = Told(tiny_artifact, {CERTIFICATE: CERTIFIED, name: harm(old)})
+    artifact: Any = FakeArtifact(tiny_artifact, {CERTIFICATE: CERTIFIED, name: harm(old)})
     with caplog.at_level(logging.ERROR):
-        story = of_artifact(told)
+        story = of_artifact(artifact)
     assert story["unreadable"] == [name] and name in caplog.text and "/models" not in json.dumps(story)
     assert (story["certificate"] is None) == (name == CERTIFICATE) and (story["workload"] is None) == (name == COSTS)
     assert story["passes"] and story["kernels"]

@@ -98,8 +98,8 @@ def test_what_is_only_echoed_is_bounded_as_what_generates(url: str, stream: bool
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": [[5] * 100] * 4, "n": 128, "logprobs": 32}, "would tell 1689600 tokens and likely tokens"),
-        ({"prompt": [[5] * 100] * 4, "n": 128, "logprobs": 12, "prompt_logprobs": 10}, "would tell 1331200 tokens"),
+        ({"prompt": [[5] * 100] * 4, "n": 128, "logprobs": 32}, "would report 1689600 tokens and likely tokens"),
+        ({"prompt": [[5] * 100] * 4, "n": 128, "logprobs": 12, "prompt_logprobs": 10}, "would report 1331200 tokens"),
     ],
 )
 def test_an_answer_tells_no_more_of_prompts_than_is_documented(url: str, body: Any, message: str) -> None:

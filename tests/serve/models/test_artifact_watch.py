@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_calls import request
+from manifests import changed_manifest
 from serving import Server, wait_until
 
 from inferc.client import Client
@@ -188,11 +189,7 @@ def test_another_artifact_in_its_place_is_not_served_by_the_old_ones_text(
 @pytest.fixture
 def reference_manifest(tiny_artifact: Path) -> bytes:
     """engine.json of an artifact that differs in what made it."""
-    from inferc.manifest import seal_manifest
-
-    manifest = json.loads((tiny_artifact / "engine.json").read_bytes())
-    del manifest["sha256"]
-    return seal_manifest({**manifest, "producer": "inferc of another time"})
+    return changed_manifest(tiny_artifact, producer="inferc of another time")
 
 
 # -------------------------------------------------------------------------------------------- trusted keys

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lowered import Compiled, Shape, make_plan
 from inferc.codegen.cpp.build import MACHINE_ISAS
 from inferc.config import EngineConfig
 from inferc.errors import ArtifactError, ConfigError, RequestError, UnsupportedError
+from inferc.manifest_types import Input
 from inferc.runtime.artifact.libraries import Library
 from inferc.runtime.runners.cpu import abi
 from inferc.runtime.runners.cpu import runner as model_runner
@@ -238,7 +240,9 @@ def test_a_step_over_the_budget_is_refused(runner: CpuRunner) -> None:
 def test_unknown_step_inputs_are_refused_by_name(compiled: Compiled) -> None:
     other = Compiled.__new__(Compiled)
     other.__dict__.update(compiled.__dict__)
-    other.program = {**compiled.program, "step": {"inputs": [{"name": "token_ids"}, {"name": "tree_mask"}]}}
+    step = compiled.program.step
+    with_mask = msgspec.structs.replace(step, inputs=[*step.inputs, Input("tree_mask", "int32", ["s0"])])
+    other.program = msgspec.structs.replace(compiled.program, step=with_mask)
     with pytest.raises(UnsupportedError, match="takes tree_mask, which this runtime does not fill"):
         CpuRunner(other, config_of(compiled))
 

@@ -18,7 +18,8 @@ from inferc.client import Client
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig, EngineConfig
 from inferc.errors import ConfigError, RequestError, UnsupportedError
-from inferc.runtime.artifact.load import inspect_artifact, load_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
+from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.record.tapped import TappedSequence, file_name, write_tapped
 from inferc.runtime.runners.cpu.taps import all_nodes, choose_nodes
@@ -125,7 +126,7 @@ def test_names_are_found_or_refused_with_what_is_near(tiny_artifact: Path) -> No
         "layers.0.attention.out",
         "layers.1.attention.out",
     ]
-    observable = [entry["name"] for entry in program["observable"]]
+    observable = [entry.name for entry in program.observable]
     assert list(all_nodes(program)) == [name for name in observable if name in all_nodes(program)]
     assert len(set(observable)) == len(observable)
     with pytest.raises(ConfigError, match=r"--tap layers.0.atention.out: .* near: layers.0.attention.out"):

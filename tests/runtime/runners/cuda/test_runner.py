@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 
 from fake_gpu_process import assert_passes, compiled_quickly
 from library_data import library_preferred
+from manifests import read_manifest, rewrite_manifest
 
 from inferc.codegen.triton import code
 from inferc.codegen.triton.code import write_code
@@ -32,8 +33,9 @@ from inferc.compiler.add_target import add_target
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, UnsupportedError
-from inferc.manifest import json_bytes, seal_manifest
-from inferc.runtime.artifact.load import inspect_artifact, load_artifact, read_manifest
+from inferc.manifest import json_bytes
+from inferc.runtime.artifact.inspect import inspect_artifact
+from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.artifact.sign import sign_artifact
 from inferc.runtime.engine.load import load_engine
 
@@ -85,9 +87,8 @@ def copy_without_library(source: Path, target: Path) -> None:
     records = json_bytes([{**record, "library": None} for record in json.loads((target / file).read_bytes())])
     (target / file).write_bytes(records)
     manifest["files"][file] = {"bytes": len(records), "sha256": hashlib.sha256(records).hexdigest()}
-    manifest["kernels"] = [{key: row[key] for key in row if key != "library"} for row in manifest["kernels"]]
-    del manifest["sha256"]
-    (target / "engine.json").write_bytes(seal_manifest(manifest))
+    kernels = [{key: row[key] for key in row if key != "library"} for row in manifest["kernels"]]
+    rewrite_manifest(target, files=manifest["files"], kernels=kernels)
 
 
 def test_on_a_fake_gpu(artifacts: Path) -> None:
@@ -153,10 +154,10 @@ def test_another_chip_leaves_the_weights_alone(
     assert f"its signature is gone; sign it again: inferc sign {out} --key KEY" in caplog.text
     assert summary.config.target == "cuda:sm_90,sm_80"
     loaded = load_artifact(out)
-    assert loaded.manifest["targets"] == ["cuda:sm_90", "cuda:sm_80"]
-    assert set(loaded.entry["cubins"]) == {"sm_90", "ptx", "sm_80"}
+    assert loaded.manifest.targets == ["cuda:sm_90", "cuda:sm_80"]
+    assert set(loaded.entry.cubins) == {"sm_90", "ptx", "sm_80"}
     compile(artifacts / "models" / "llama", tmp_path / "both", CompileConfig(target="cuda:sm_90,sm_80", certify="none"))
-    assert load_artifact(tmp_path / "both").manifest["files"] == loaded.manifest["files"]
+    assert load_artifact(tmp_path / "both").manifest.files == loaded.manifest.files
 
 
 @pytest.mark.parametrize(

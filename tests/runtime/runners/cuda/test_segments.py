@@ -23,7 +23,8 @@ from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.manifest import TENSORRT_LAYERS
-from inferc.runtime.artifact.load import inspect_artifact, load_artifact
+from inferc.runtime.artifact.inspect import inspect_artifact
+from inferc.runtime.artifact.load import load_artifact
 
 FOLDER = Path(__file__).parent / "on_fake_gpu" / "segments"
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -66,22 +67,22 @@ def test_more_models_on_a_fake_gpu(tmp_path: Path) -> None:
 def test_what_is_in_an_artifact(artifacts: Path) -> None:
     loaded = load_artifact(artifacts / "llama")
     manifest = loaded.manifest
-    assert manifest["targets"] == ["tensorrt-paged:sm_86"] and manifest["config"]["block_size"] == 32
-    assert loaded.entry["cubins"] == {"sm_86": "kernels/sm_86"}, "no PTX: on another chip no plan runs"
-    assert manifest["determinism"]["contract"].startswith("none")
-    facts = manifest["tensorrt"]
+    assert manifest.targets == ["tensorrt-paged:sm_86"] and manifest.config.block_size == 32
+    assert loaded.entry.cubins == {"sm_86": "kernels/sm_86"}, "no PTX: on another chip no plan runs"
+    assert manifest.determinism.contract.startswith("none")
+    facts = loaded.manifest_json()["tensorrt"]
     assert (facts["package"], facts["arch"]) == ("tensorrt_rtx", "sm_86")
     assert facts["plans"] == [{"name": f"segment-{index}", "calls": 1} for index in range(3)]
     assert facts["profiles"] == [
         {"name": "decode", "max_num_tokens": 256, "max_num_rows": 256},
         {"name": "prefill", "max_num_tokens": 8192, "max_num_rows": 8192},
     ]
-    step = loaded.program["launches"]["step"]
-    kinds = [launch.get("engine", launch["node"].rpartition(".")[2]) for launch in step]
+    step = loaded.program.launches.step
+    kinds = [launch.engine or launch.node.rpartition(".")[2] for launch in step]
     assert kinds[:3] == ["rope_table", "segment-0", "rope_kv_write"], kinds
     assert [kind for kind in kinds if kind.startswith("segment")] == ["segment-0", "segment-1", "segment-2"]
-    assert {launch.get("order", "fast") for launch in step} == {"fast"}, "--deterministic is refused"
-    assert step[kinds.index("segment-1")]["rows"] == "tokens" and step[-1]["rows"] == "rows"
+    assert {launch.order or "fast" for launch in step} == {"fast"}, "--deterministic is refused"
+    assert step[kinds.index("segment-1")].rows == "tokens" and step[-1].rows == "rows"
 
 
 def test_what_inspect_says(artifacts: Path) -> None:

@@ -16,6 +16,7 @@ from fake_cuda import FakeCuda
 from fake_tensorrt import FakeTensorRT, Known, on_fake_gpu, plans_are_kept
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manifests import read_manifest, rewrite_manifest
 from numpy.typing import NDArray
 from run_together import run_together
 
@@ -23,8 +24,7 @@ import inferc
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ArtifactError, ConfigError, InfercError, UnsupportedError
-from inferc.manifest import MANIFEST, TENSORRT_PLAN, seal_manifest
-from inferc.runtime.artifact.load import read_manifest
+from inferc.manifest import TENSORRT_PLAN
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.runners.cuda import driver
 from inferc.runtime.runners.dense.tensorrt import Profile, pieces_of
@@ -129,10 +129,7 @@ def with_facts(path: Path, folder: Path, **facts: str) -> Path:
         if each.is_file():
             (copy / each.relative_to(path)).parent.mkdir(parents=True, exist_ok=True)
             (copy / each.relative_to(path)).write_bytes(each.read_bytes())
-    manifest = read_manifest(path)
-    del manifest["sha256"]
-    manifest["tensorrt"] = {**manifest["tensorrt"], **facts}
-    (copy / MANIFEST).write_bytes(seal_manifest(manifest))
+    rewrite_manifest(copy, tensorrt={**read_manifest(path)["tensorrt"], **facts})
     return copy
 
 

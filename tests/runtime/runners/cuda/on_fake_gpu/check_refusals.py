@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fake_cuda import FakeCuda
 from fake_gpu import ARTIFACTS
+from manifests import read_manifest, rewrite_manifest
 
 from inferc.errors import ConfigError, InfercError, UnsupportedError
 from inferc.runtime.engine.load import load_engine
@@ -29,14 +30,10 @@ def refused(
 
 def without_ptx(folder: Path) -> Path:
     """A copy of the artifact as one that was compiled without PTX."""
-    from inferc.manifest import seal_manifest
-    from inferc.runtime.artifact.load import read_manifest
-
     shutil.copytree(LLAMA, folder)
-    manifest = read_manifest(folder)
-    del manifest["sha256"]
-    del manifest["programs"][0]["cubins"]["ptx"]
-    (folder / "engine.json").write_bytes(seal_manifest(manifest))
+    programs = read_manifest(folder)["programs"]
+    del programs[0]["cubins"]["ptx"]
+    rewrite_manifest(folder, programs=programs)
     return folder
 
 

@@ -57,7 +57,7 @@ def test_a_prefix_is_read_once_for_those_that_share_it(llama: Pair, monkeypatch:
         before = llama.fake.calls["cuGraphLaunch"]
         assert llama.run(plan).token_ids.tolist() == llama.expected(plan).token_ids.tolist()
         assert llama.fake.calls["cuGraphLaunch"] == before + 1
-    layers = llama.artifact.kv_groups[0]["layers"]
+    layers = llama.artifact.kv_groups[0].layers
     assert launches[4] - launches[2] == len(layers) + 1, "one in each layer, and what shares out its keys"
 
 

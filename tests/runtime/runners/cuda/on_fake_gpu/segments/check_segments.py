@@ -25,11 +25,13 @@ import inferc
 from inferc.config import EngineConfig
 from inferc.errors import ArtifactError, ConfigError, InfercError, UnsupportedError
 from inferc.kv_groups import cache_groups
+from inferc.manifest_types import Launch
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.engines import bind_call, open_engines
 from inferc.runtime.runners.cuda.runner import CudaRunner
+from inferc.runtime.runners.cuda.weights import placer
 from inferc.runtime.runners.reference import ReferenceRunner
 from inferc.runtime.step.plan import SampleRows
 
@@ -82,7 +84,9 @@ def opened(name: str, known: dict[str, Known], **changes: Any) -> Iterator[tuple
         engines = open_engines(artifact, config, driver)
         groups = cache_groups(artifact.kv_groups)
         resolved = config.resolve(artifact.max_model_len, artifact.block_size, groups, 1 << 30)
-        runner = CudaRunner(artifact, resolved, driver, owns_driver=True, poison=True, engines=engines)
+        runner = CudaRunner(
+            artifact, resolved, driver, placer(artifact), owns_driver=True, poison=True, engines=engines
+        )
         yield runner, ReferenceRunner(load_artifact(ARTIFACTS / f"{name}-reference"), resolved)
         driver._library.check()
         runner.close()
@@ -92,9 +96,8 @@ def opened(name: str, known: dict[str, Known], **changes: Any) -> Iterator[tuple
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_scores_are_the_references(name: str, known: dict[str, Known]) -> None:
     with opened(name, known) as (runner, oracle):
-        artifact = runner._artifact
         for plan in plans():
-            found, expected = cuda_runs.logits(runner, artifact, plan), oracle._logits(plan)
+            found, expected = cuda_runs.logits(runner, runner._artifact, plan), oracle._logits(plan)
             assert np.abs(found - expected).max() <= TOLERANCE[name] * np.abs(expected).max()
         plan = make_plan([(3, OTHER, 0)], all_rows=True)
         targets = np.array([*OTHER[1:], 7], np.int32)
@@ -174,8 +177,8 @@ def test_the_fake_gpu_refuses_captures_that_tensorrt_forbids(gpu: FakeTensorRT) 
     gpu.cuda = driver._library
     engines = open_engines(artifact, EngineConfig(max_num_seqs=2), driver)
     stream, memory = driver.new_stream(), driver.allocate(1 << 20)
-    launch = next(each for each in artifact.program["launches"]["step"] if "engine" in each)
-    call = bind_call(launch, engines, dict.fromkeys(launch["arguments"], memory))
+    launch = next(each for each in artifact.program.launches.step if each.engine is not None)
+    call = bind_call(launch, str(launch.engine), engines, dict.fromkeys(launch.arguments, memory))
     two, three = ({"num_tokens": count, "num_rows": count, "num_seqs": count} for count in (2, 3))
     context = engines._context(call.engine, 0, for_graph=True)
     with pytest.raises(Misuse, match="and it ran with None"), driver.capture(stream):
@@ -250,7 +253,7 @@ def test_no_memory_for_what_tensorrt_takes(gpu: FakeTensorRT, monkeypatch: pytes
 
 def test_an_address_that_engines_do_not_take_is_found_as_it_is_bound() -> None:
     with pytest.raises(AssertionError, match="segment 3: .*0x110.* are no multiples of 256"):
-        bind_call({"node": "segment 3"}, object(), {"x0": 0x100, "w0": 0x110})  # type: ignore[arg-type]
+        bind_call(Launch("rows", {}, node="segment 3"), "e", object(), {"x0": 0x100, "w0": 0x110})  # type: ignore[arg-type]
 
 
 def test_a_step_that_tensorrt_fails_answers_with_what_it_says(gpu: FakeTensorRT) -> None:

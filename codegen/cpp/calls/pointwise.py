@@ -1,4 +1,4 @@
-"""The C++ code of `inferc.pointwise`: one lambda over vectors that reads its inputs where and as they lie."""
+"""The call of `inferc.pointwise`: one lambda over vectors that reads its inputs where and as they lie."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from inferc.codegen.cpp.calls import Builder, cpp_float
+from inferc.codegen.cpp.calls.builder import Builder, cpp_float
 from inferc.codegen.cpp.values import CPP_TYPES, Call, cpp_type, row_count
 from inferc.codegen.pointwise import padded_sizes, parts
 from inferc.codegen.values import Values

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from inferc.codegen.onnx.calls import part_of
+from inferc.codegen.onnx.calls.elementwise import part_of
 from inferc.codegen.onnx.conditions import nbits_block
 from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
 from inferc.ir.ops.quantize import LARGEST, int4_group

@@ -1,4 +1,4 @@
-"""What answers tell of tokens, as JSON that is made in pieces."""
+"""The JSON of token ids and log probabilities, encoded in parts."""
 
 import asyncio
 import threading
@@ -16,8 +16,16 @@ from inferc.runtime.openai.request import OpenAIRequest
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.serve.errors import QueueFull
-from inferc.serve.http import told_json
-from inferc.serve.http.told_json import MAX_CHARACTERS, MAX_ENTRIES, chat_lists, check_told, items, listed, told_prompt
+from inferc.serve.http import logprobs_json
+from inferc.serve.http.logprobs_json import (
+    MAX_CHARACTERS,
+    MAX_ENTRIES,
+    chat_lists,
+    check_prompt_entries,
+    json_items,
+    json_list,
+    prompt_json,
+)
 from inferc.serve.models.long_texts import Turns
 
 ROWS = [Logprobs(each, -0.5 * each, 1, ((each, -0.5 * each), (each + 1, -9.0))) for each in range(1, 30)]
@@ -36,11 +44,11 @@ def read(value: Any) -> Any:
 
 @pytest.fixture(autouse=True, params=[1, 7, 1 << 13])
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(told_json, "ENTRIES_AT_ONCE", request.param)
+    monkeypatch.setattr(logprobs_json, "ENTRIES_AT_ONCE", request.param)
 
 
 def test_lists_made_in_pieces_are_those_made_at_once() -> None:
-    assert read(listed(items(IDS), b"", items([True]))) == [*IDS, True] and read(listed(b"", b"")) == []
+    assert read(json_list(json_items(IDS), b"", json_items([True]))) == [*IDS, True] and read(json_list(b"", b"")) == []
     assert read(chat_lists(ROWS, spelled)) == read(chat_logprobs(ROWS, spelled))
     assert read(chat_lists((), spelled)) == read(chat_logprobs((), spelled))
 
@@ -51,7 +59,7 @@ def test_a_choice_tells_the_prompt_and_what_came_behind_it() -> None:
     prompt = EchoedPrompt(text, IDS, ROWS, offsets)
     output = CompletionOutput(0, 'e"n\u00e9', [3, 4], "stop", logprobs=ROWS[2:4])
     rows = [*prompt.scored, *((row.token_id, row) for row in ROWS[2:4])]
-    assert read(told_prompt(REQUEST, prompt, spelled).choice(output, spelled)) == read(
+    assert read(prompt_json(REQUEST, prompt, spelled).choice(output, spelled)) == read(
         {
             "text": text + output.text,
             "logprobs": completion_logprobs(rows, spelled, len(text), offsets),
@@ -59,7 +67,7 @@ def test_a_choice_tells_the_prompt_and_what_came_behind_it() -> None:
             "prompt_token_ids": IDS,
         }
     )
-    alone = told_prompt(OpenAIRequest("completion", (IDS,), {}), prompt, spelled)
+    alone = prompt_json(OpenAIRequest("completion", (IDS,), {}), prompt, spelled)
     plain = {"text": output.text, "logprobs": None}
     assert read(alone.choice(replace(output, logprobs=None), spelled)) == plain
 
@@ -71,7 +79,7 @@ def test_a_prompt_is_made_once_for_all_its_choices() -> None:
         asked[token_id] += 1
         return spelled(token_id)
 
-    told = told_prompt(REQUEST, EchoedPrompt("", IDS, ROWS, [0] * len(IDS)), counting)
+    told = prompt_json(REQUEST, EchoedPrompt("", IDS, ROWS, [0] * len(IDS)), counting)
     before = asked.copy()
     for index in range(5):
         told.choice(CompletionOutput(index), counting)
@@ -81,13 +89,13 @@ def test_a_prompt_is_made_once_for_all_its_choices() -> None:
 def test_what_one_answer_tells_is_bounded() -> None:
     def check(num_tokens: int, top: int | None, num_characters: int = 0, n: int = 1, **more: Any) -> int:
         request = OpenAIRequest("completion", ("",), {}, echo=True, params=SamplingParams(n=n))
-        return check_told(replace(request, **more), top, num_tokens, num_characters)
+        return check_prompt_entries(replace(request, **more), top, num_tokens, num_characters)
 
     assert check(128 << 10, 5) == 6 * (128 << 10), "what harnesses score"
     assert check(10, 2, n=3, prompt_logprobs=2, return_token_ids=True) == 10 * (3 + 3 + 1) * 3
     assert check(10, 2, n=3, kind="chat", echo=False, prompt_logprobs=2) == 10 * 3
     assert check(MAX_ENTRIES, 0) == MAX_ENTRIES and check(1 << 30, None, MAX_CHARACTERS) == 0
-    with pytest.raises(RequestError, match=f"tell {2 * MAX_ENTRIES} tokens .* most {MAX_ENTRIES} are told"):
+    with pytest.raises(RequestError, match=f"report {2 * MAX_ENTRIES} tokens .* most {MAX_ENTRIES} are reported"):
         check(MAX_ENTRIES, 0, n=2)
     with pytest.raises(
         RequestError, match=f"echo {2 * MAX_CHARACTERS} characters, .* most {MAX_CHARACTERS} are echoed"

@@ -8,14 +8,61 @@ that is longer than its contents they may count from the end of the cache.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import fx
 
-from inferc.codegen.tensorrt.calls import dtype_of
+from inferc.codegen.tensorrt.calls.node_types import dtype_of
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
 from inferc.ir.program import arguments
+
+
+def rope_table(net: TensorRTNetwork, node: fx.Node) -> Tensor:
+    positions, inv_freq, scaling = arguments(node)
+    column = net.view(net.wide(positions), -1, 1)
+    angle = net.mul(column, net.wide(inv_freq))
+    return net.times(net.concat([net.unary("COS", angle), net.unary("SIN", angle)], 1), scaling)
+
+
+def _cos_and_sin(net: TensorRTNetwork, table: fx.Node) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, each [T, 1, rotary_dim / 2]; made once for all layers."""
+    half = int(table.meta["val"].shape[-1]) // 2
+
+    def make(start: int) -> Callable[[], Tensor]:
+        return lambda: net.view(net.part(net.value(table), 1, start, start + half), -1, 1, half)
+
+    return net.shared(("cos", table), make(0)), net.shared(("sin", table), make(half))
+
+
+def rope(net: TensorRTNetwork, node: fx.Node) -> Tensor:
+    """Compute rope by elementwise layers.
+
+    TensorRT's own layer documents neither the precision in which it computes nor where it rounds.
+    """
+    x, table, pairs = arguments(node)
+    _, heads, head_dim = (int(size) if index else 0 for index, size in enumerate(x.meta["val"].shape))
+    rotary_dim = int(table.meta["val"].shape[-1])
+    half = rotary_dim // 2
+    cos, sin = _cos_and_sin(net, table)
+    value = net.value(x)
+    rotated = net.cast(value if rotary_dim == head_dim else net.part(value, 2, 0, rotary_dim), torch.float32)
+    if pairs == "halves":
+        first, second = net.part(rotated, 2, 0, half), net.part(rotated, 2, half, rotary_dim)
+    else:
+        first, second = (net.part(rotated, 2, start, rotary_dim, 2) for start in (0, 1))
+    turned = [
+        net.elementwise("SUB", net.mul(first, cos), net.mul(second, sin)),
+        net.plus(net.mul(second, cos), net.mul(first, sin)),
+    ]
+    if pairs == "neighbours":
+        both = net.concat([net.view(each, -1, heads, half, 1) for each in turned], 3)
+        made = net.view(both, -1, heads, rotary_dim)
+    else:
+        made = net.concat(turned, 2)
+    made = net.cast(made, dtype_of(x))
+    return made if rotary_dim == head_dim else net.concat([made, net.part(value, 2, rotary_dim, head_dim)], 2)
 
 
 def _by_sequence(net: TensorRTNetwork, value: Tensor, heads: int, head_dim: int) -> Tensor:

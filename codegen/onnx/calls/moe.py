@@ -10,9 +10,9 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from inferc.codegen.onnx.calls import activate
+from inferc.codegen.onnx.calls.elementwise import activate
+from inferc.codegen.onnx.calls.quantized import scales_of_groups, widened
 from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
-from inferc.codegen.onnx.integer_calls import scales_of_groups, widened
 from inferc.ir.ops.quantize import int4_group
 from inferc.ir.program import named_arguments
 

@@ -33,7 +33,9 @@ MAX_CHARACTERS = 16 << 20  # characters of prompts that one answer may echo; eac
 Value = TypeVar("Value")
 
 
-def items(values: Sequence[Value], made: Callable[[Sequence[Value]], Sequence[Any]] = list, size: int = 1) -> bytes:
+def json_items(
+    values: Sequence[Value], made: Callable[[Sequence[Value]], Sequence[Any]] = list, size: int = 1
+) -> bytes:
     """Encode the JSON list of `made(values)` in parts, and return it without its brackets.
 
     size: number of entries that each value counts for.
@@ -43,19 +45,19 @@ def items(values: Sequence[Value], made: Callable[[Sequence[Value]], Sequence[An
     return b",".join(msgspec.json.encode(part)[1:-1] for part in parts)
 
 
-def listed(*parts: bytes) -> msgspec.Raw:
+def json_list(*parts: bytes) -> msgspec.Raw:
     """Return the JSON list that has the items of these parts, which have no brackets."""
     return msgspec.Raw(b"".join((b"[", b",".join(filter(None, parts)), b"]")))
 
 
 def chat_lists(rows: Sequence[Logprobs], token: TokenOf) -> dict[str, Any]:
     """Return the fields of `chat_logprobs`, with the list encoded in parts."""
-    content = listed(items(rows, lambda part: chat_logprobs(part, token)["content"], _size(rows)))
+    content = json_list(json_items(rows, lambda part: chat_logprobs(part, token)["content"], _size(rows)))
     return {**chat_logprobs((), token), "content": content}
 
 
 @dataclass(frozen=True)
-class ToldPrompt:
+class PromptJson:
     """The part of an answer that is about a prompt, as JSON that all choices of the prompt share.
 
     text: the JSON string of the echoed prompt without its quotation marks; it has text_len characters.
@@ -75,27 +77,27 @@ class ToldPrompt:
         if output.logprobs is not None:
             rows = [(row.token_id, row) for row in output.logprobs]
             parts.append(_completion_lists(rows, token, self.text_len, size=_size(output.logprobs)))
-        logprobs = {name: listed(*(part[name] for part in parts)) for name in parts[0]} if parts else None
+        logprobs = {name: json_list(*(part[name] for part in parts)) for name in parts[0]} if parts else None
         text = msgspec.Raw(b'"' + self.text + msgspec.json.encode(output.text)[1:])
         return {"text": text, "logprobs": logprobs, **self.fields}
 
 
-def told_prompt(request: OpenAIRequest, prompt: EchoedPrompt, token: TokenOf) -> ToldPrompt:
+def prompt_json(request: OpenAIRequest, prompt: EchoedPrompt, token: TokenOf) -> PromptJson:
     """Encode the part of an answer that a request asks for about a prompt."""
     fields, rows = dict[str, msgspec.Raw](), prompt.rows or ()
     if request.prompt_logprobs is not None:
-        of_rows = items(rows, lambda part: prompt_rows(part, token), _size(rows))
-        fields["prompt_logprobs"] = listed(b"null", of_rows)
+        of_rows = json_items(rows, lambda part: prompt_rows(part, token), _size(rows))
+        fields["prompt_logprobs"] = json_list(b"null", of_rows)
     if request.return_token_ids:
-        fields["prompt_token_ids"] = listed(items(prompt.token_ids))
+        fields["prompt_token_ids"] = json_list(json_items(prompt.token_ids))
     if not request.echo:
-        return ToldPrompt(len(prompt.token_ids), fields=fields)
+        return PromptJson(len(prompt.token_ids), fields=fields)
     text = msgspec.json.encode(prompt.text)[1:-1]
     lists = None if prompt.rows is None else _completion_lists(prompt.scored, token, 0, prompt.offsets, _size(rows))
-    return ToldPrompt(len(prompt.token_ids), text, len(prompt.text), lists, fields)
+    return PromptJson(len(prompt.token_ids), text, len(prompt.text), lists, fields)
 
 
-def check_told(request: OpenAIRequest, top: int | None, num_tokens: int, num_characters: int) -> int:
+def check_prompt_entries(request: OpenAIRequest, top: int | None, num_tokens: int, num_characters: int) -> int:
     """Return how many entries an answer has for all its prompts; raise RequestError for more than MAX_ENTRIES.
 
     top: likely tokens at each position; None: no log probabilities. num_characters: length of the echoed texts, of
@@ -117,8 +119,8 @@ def check_entries(count: int) -> None:
     """Raise RequestError if `count` is more entries about prompts than one answer may have."""
     if count > MAX_ENTRIES:
         raise RequestError(
-            f"prompt: the answer would tell {count} tokens and likely tokens of its prompts, those of each choice"
-            f" counted, and at most {MAX_ENTRIES} are told at once; ask for fewer prompts, logprobs or choices (n)"
+            f"prompt: the answer would report {count} tokens and likely tokens of its prompts, those of each choice"
+            f" counted, and at most {MAX_ENTRIES} are reported at once; ask for fewer prompts, logprobs or choices (n)"
         )
 
 
@@ -126,8 +128,8 @@ def check_likely(num_entries: int, streams: Iterable[Stream]) -> None:
     """End the streams of an answer and raise RequestError if they brought more entries than one answer may have."""
     if num_entries > MAX_ENTRIES:
         error = RequestError(
-            f"logprobs: the answer has come to tell {num_entries} tokens and likely tokens, and at most {MAX_ENTRIES}"
-            " are told at once; ask for fewer choices (n), tokens (max_tokens) or likely ones, or for a stream of a"
+            f"logprobs: the answer has come to report {num_entries} tokens and likely tokens, and at most {MAX_ENTRIES}"
+            " are reported at once; ask for fewer choices (n), tokens (max_tokens) or likely ones, or for a stream of a"
             " completion"
         )
         for stream in streams:

@@ -1,4 +1,4 @@
-"""The functions that emit the calls of the kernels of experts, as calls.py for other ops, and their scratch sizes."""
+"""The calls of mixtures of experts, on one rank and on several, and the scratch memory that they need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 
 from torch import fx
 
-from inferc.codegen.cpp.calls import GROUPS, Builder, cpp_bool, cpp_float
+from inferc.codegen.cpp.calls.builder import Builder, cpp_bool, cpp_float
+from inferc.codegen.cpp.calls.ranks import GROUPS
 from inferc.codegen.cpp.values import CPP_TYPES, Call, cpp_type, row_count
 from inferc.codegen.values import Operand, Values
 from inferc.ir.ops.quantize import int4_group
