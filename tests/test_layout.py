@@ -277,3 +277,15 @@ def test_every_module_and_room_says_what_it_is() -> None:
         for name, module in MODULES.items()
         if not module.doc and not name.startswith("serve.protos.inf")
     ]
+
+
+@pytest.mark.parametrize(
+    ("heading", "found"),
+    [("Long functions", house.long_functions(MODULES)), ("Long modules", house.long_modules(MODULES))],
+)
+def test_what_is_long_has_a_reason(heading: str, found: list[tuple[int, str]]) -> None:
+    page = (ROOT / "docs" / "layout.md").read_text()
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(name for _, name in found), "docs/layout.md has other names"
+    assert all(len(why) > 10 for _, why in rows)

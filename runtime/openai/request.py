@@ -6,6 +6,7 @@ clients send some that have a meaning only on OpenAI's own platform.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,29 +22,12 @@ URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
 MAX_PROMPTS = 2048  # the most prompts of one request, which is OpenAI's limit
 MAX_VARIABLES = 16_384  # the most values in `chat_template_kwargs`, which go to the template's process as a whole
 
-# The fields of a body that SamplingParams has by the same name.
-SAMPLING = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "skip_special_tokens",
-    "cache_salt",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "banned_token_ids",
-    "cache_priority",
-    "ttft_ms",
-    "tbt_ms",
+# The fields of a body that are handed on as SamplingParams has them; those in READ_BY_HAND need more than that.
+READ_BY_HAND = ("max_tokens", "logprobs", "logit_bias", "priority")
+SAMPLING = tuple(
+    each.name
+    for each in dataclasses.fields(SamplingParams)
+    if each.name in openai_fields.COMPLETION and each.name not in READ_BY_HAND
 )
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 NOT_BUILT = (

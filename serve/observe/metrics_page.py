@@ -99,72 +99,72 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inferc_time_to_first_token_seconds",
         "histogram",
-        "From a request's arrival at the server to its first token.",
+        "Time from a request's arrival at the server to its first token.",
         histogram=lambda known: known.model.engine.metrics.ttft,
         vllm="time_to_first_token_seconds",
     ),
     MetricSpec(
         "inferc_time_between_tokens_seconds",
         "histogram",
-        "Between a token and the one before it.",
+        "Time between a token and the one before it.",
         histogram=lambda known: known.model.engine.metrics.tbt,
         vllm="inter_token_latency_seconds",
     ),
     MetricSpec(
         "inferc_request_seconds",
         "histogram",
-        "From a request's arrival at the server to its end, of those that were answered.",
+        "Time from a request's arrival at the server to its end; only requests that were answered.",
         histogram=lambda known: known.model.engine.metrics.e2e,
         vllm="e2e_request_latency_seconds",
     ),
     MetricSpec(
         "inferc_request_prepare_seconds",
         "histogram",
-        "From a request's arrival until it went to the engine: its body read, its prompt tokenized, and scored where"
-        " that was asked for.",
+        "Time from a request's arrival at the server until the engine gets it: reading its body, tokenizing"
+        " and, if asked for, scoring its prompt.",
         histogram=lambda known: known.model.engine.metrics.prepare,
     ),
     MetricSpec(
         "inferc_request_queue_seconds",
         "histogram",
-        "From a request's arrival at the engine until it was admitted.",
+        "Time from a request's arrival at the engine until it is admitted to the batch.",
         histogram=lambda known: known.model.engine.metrics.queue,
         vllm="request_queue_time_seconds",
     ),
     MetricSpec(
         "inferc_request_prefill_seconds",
         "histogram",
-        "From then to its first token.",
+        "Time from a request's admission to its first token.",
         histogram=lambda known: known.model.engine.metrics.prefill,
         vllm="request_prefill_time_seconds",
     ),
     MetricSpec(
         "inferc_request_decode_seconds",
         "histogram",
-        "From its first token to its last.",
+        "Time from a request's first token to its last.",
         histogram=lambda known: known.model.engine.metrics.decode,
         vllm="request_decode_time_seconds",
     ),
     MetricSpec(
         "inferc_request_prompt_tokens",
         "histogram",
-        "Lengths of the prompts that were answered.",
+        "Number of prompt tokens of a request that was answered.",
         histogram=lambda known: known.model.engine.metrics.prompt_lengths,
         vllm="request_prompt_tokens",
     ),
     MetricSpec(
         "inferc_request_output_tokens",
         "histogram",
-        "Lengths of outputs.",
+        "Number of output tokens of a sequence.",
         histogram=lambda known: known.model.engine.metrics.output_lengths,
         vllm="request_generation_tokens",
     ),
     MetricSpec(
         "inferc_requests_total",
         "counter",
-        "Requests that are over: by an end token or stop string, at their limit, by a fault, by Abort, because the"
-        " client"
-        " left, or never begun: for want of room, time or rights (refused), or because they are wrong (invalid).",
+        "Requests that ended, by outcome: stop (an end token or stop string), length (their limit), error (a"
+        " fault), aborted (by Abort), left (the client left); refused (no room, time or rights) and invalid"
+        " ones never began.",
         lambda known: [((each,), float(known.model.engine.metrics.outcomes[each])) for each in OUTCOMES],
         labels=("outcome",),
         vllm="request_success_total",
@@ -174,7 +174,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inferc_requests_refused_total",
         "counter",
-        "Requests that were never begun, by what kept them out: queue_full, queue_time, rate_limit, objective,"
+        "Requests that were refused before they began, by cause: queue_full, queue_time, rate_limit, objective,"
         " unavailable.",
         lambda known: [((code,), float(count)) for code, count in sorted(known.model.engine.metrics.refusals.items())],
         labels=("reason",),
@@ -182,48 +182,48 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inferc_requests_judged_total",
         "counter",
-        "Requests that count for goodput: answered, failed or refused; not those whose client left, or that were"
-        " wrong.",
+        "Requests that count for goodput: answered, failed or refused. Requests that were invalid, or whose"
+        " client left, do not count.",
         _one(lambda known: known.model.engine.metrics.num_counted),
     ),
     MetricSpec(
         "inferc_requests_good_total",
         "counter",
-        "Of these, those within their objectives: their own, or the server's.",
+        "Requests that count for goodput and met their objectives, or the server's if they had none of their own.",
         _one(lambda known: known.model.engine.metrics.num_good),
     ),
     MetricSpec(
         "inferc_prompt_tokens_total",
         "counter",
-        "Prompt tokens of requests since the engine's start.",
+        "Prompt tokens of all requests since the engine started.",
         _one(lambda known: known.stats.prompt_tokens),
         vllm="prompt_tokens_total",
     ),
     MetricSpec(
         "inferc_output_tokens_total",
         "counter",
-        "Tokens generated since the engine's start.",
+        "Tokens generated since the engine started.",
         _one(lambda known: known.stats.output_tokens),
         vllm="generation_tokens_total",
     ),
     MetricSpec(
         "inferc_sequences_running",
         "gauge",
-        "Sequences that are in the batch.",
+        "Sequences in the batch.",
         _one(lambda known: known.stats.num_running),
         vllm="num_requests_running",
     ),
     MetricSpec(
         "inferc_sequences_waiting",
         "gauge",
-        "Sequences that wait for admission.",
+        "Sequences that wait for admission to the batch.",
         _one(lambda known: known.stats.num_waiting),
         vllm="num_requests_waiting",
     ),
     MetricSpec(
         "inferc_sequences_max",
         "gauge",
-        "Sequences that the batch has places for.",
+        "Most sequences that the batch can have.",
         _one(lambda known: known.model.info.max_num_seqs),
     ),
     MetricSpec(
@@ -235,69 +235,69 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inferc_kv_usage_ratio",
         "gauge",
-        "Share of the KV cache's blocks in use, of the KV group that is fullest.",
+        "Share of the KV cache's blocks that are in use, in the fullest KV group.",
         _one(lambda known: known.stats.kv_usage),
         vllm="kv_cache_usage_perc",
     ),
     MetricSpec(
         "inferc_kv_disk_usage_ratio",
         "gauge",
-        "The same of the blocks on the disk (--kv-disk).",
+        "Share of the blocks on the disk (--kv-disk) that are in use.",
         _one(lambda known: known.stats.offload_usage),
     ),
     MetricSpec(
         "inferc_preemptions_total",
         "counter",
-        "Running sequences that gave their blocks to others and begin again.",
+        "Running sequences that were preempted: their blocks went to others, and they start again.",
         _one(lambda known: known.stats.num_preemptions),
         vllm="num_preemptions_total",
     ),
     MetricSpec(
         "inferc_prefix_cache_queried_tokens_total",
         "counter",
-        "Prompt tokens of sequences that were admitted.",
+        "Prompt tokens of admitted sequences, which are looked up in the prefix cache.",
         _one(lambda known: known.stats.admitted_tokens),
         vllm="prefix_cache_queries_total",
     ),
     MetricSpec(
         "inferc_prefix_cache_hit_tokens_total",
         "counter",
-        "Of these, those that were found in the prefix cache.",
+        "Prompt tokens of admitted sequences that were found in the prefix cache.",
         _one(lambda known: known.stats.cached_tokens),
         vllm="prefix_cache_hits_total",
     ),
     MetricSpec(
         "inferc_prefix_cache_evicted_blocks_total",
         "counter",
-        "Blocks of the prefix cache that made room.",
+        "Blocks that were evicted from the prefix cache.",
         _one(lambda known: known.stats.num_evicted),
     ),
     MetricSpec("inferc_steps_total", "counter", "Steps of the engine.", _one(lambda known: known.stats.num_steps)),
     MetricSpec(
         "inferc_step_tokens",
         "histogram",
-        "Tokens of a step.",
+        "Number of tokens in a step.",
         histogram=_step_tokens,
         vllm="iteration_tokens_total",
     ),
     MetricSpec(
         "inferc_step_sequences_total",
         "counter",
-        "Sequences of all steps: over steps and places, how full the batch is.",
+        "Sequences summed over all steps; divided by steps and by inferc_sequences_max, it is how full the batch is.",
         _one(lambda known: known.stats.step_seqs),
     ),
     MetricSpec(
         "inferc_step_seconds_total",
         "counter",
-        "Seconds of the engine's thread: planning steps, handing them over, waiting for them, taking what they"
-        " brought.",
+        "Time that the engine's thread spent on steps, by part: planning them, handing them over, waiting for"
+        " them, using their results.",
         _step_parts,
         labels=("part",),
     ),
     MetricSpec(
         "inferc_device_busy_seconds_total",
         "counter",
-        "Seconds in which a step was under way: its rate is the share of time that the device is busy.",
+        "Time in which a step was running; its rate is the share of time that the device is busy.",
         _one(lambda known: known.stats.busy_seconds),
     ),
     MetricSpec(
@@ -309,20 +309,20 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inferc_model_swaps_total",
         "counter",
-        "How often the model was put to sleep for another to be awake (--max-awake).",
+        "How often the model was put to sleep so that another could be awake (--max-awake).",
         _one(lambda known: known.model.supervisor.num_swaps),
     ),
     MetricSpec(
         "inferc_model_state",
         "gauge",
-        "1 for the state that the model is in.",
+        "1 for the state that the model is in, 0 for the others.",
         lambda known: [((state,), float(known.model.state == state)) for state in STATES],
         labels=("state",),
     ),
     MetricSpec(
         "inferc_cache_info",
         "gauge",
-        "Tokens of a block and blocks of the first KV group, as labels.",
+        "Tokens of a block, and blocks of the first KV group, as labels.",
         _sizes,
         labels=("block_size", "num_blocks"),
         vllm="cache_config_info",
@@ -331,7 +331,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inferc_prediction_error_ratio",
         "gauge",
-        "Mean error of the predicted seconds of steps, relative.",
+        "Mean relative error of the predicted seconds of steps.",
         _one(lambda known: known.stats.cost_error),
     ),
 )

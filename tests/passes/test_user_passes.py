@@ -170,6 +170,7 @@ def test_an_own_op_needs_a_kernel_for_the_target(tiny_llama_folder: Path, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_drift_budget_covers_a_pass(tiny_llama_folder: Path, tmp_path: Path) -> None:
     double = a_pass(lambda p: after(p, inferc.silu_mul.default, aten.mul.Tensor, 1.01), "scale", after="fuse_silu_mul")
     with pytest.raises(VerifyError, match=r"scale \(run by reference\): its logits are off .* --allow-drift"):
@@ -181,6 +182,7 @@ def test_the_drift_budget_covers_a_pass(tiny_llama_folder: Path, tmp_path: Path)
     assert not row["ok"] and "allowed 1e-05" in row["reason"]
 
 
+@pytest.mark.slow
 def test_a_certificate_by_layers_covers_a_pass(tiny_llama_folder: Path, tmp_path: Path) -> None:
     same = a_pass(lambda p: after(p, inferc.silu_mul.default, aten.mul.Tensor, 1.0), "scale", after="fuse_silu_mul")
     summary = compiled(tiny_llama_folder, tmp_path / "out", same, certify="layers")
@@ -348,6 +350,7 @@ def test_faults_of_a_kernel_are_told_as_the_users() -> None:
         kernel.load_emit()(None, None)
 
 
+@pytest.mark.slow
 def test_source_that_does_not_compile_is_one_line(tiny_llama_folder: Path, tmp_path: Path) -> None:
     own = with_kernel(tmp_path, halve_logits)
     (tmp_path / "own" / "halve.h").write_text("int broken() { return nothing; }\n")

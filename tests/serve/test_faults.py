@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from http_calls import request
-from serving import ENV, INFERC, Server, run_inferc, wait_until
+from serving import ENV, FAKETIME, INFERC, Server, run_inferc, wait_until
 
 from inferc.client import Client
 from inferc.errors import RequestError
@@ -24,6 +24,7 @@ def answers(url: str) -> bool:
     return reply.status == 200 and reply.json["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.slow
 def test_a_recording_that_the_disk_takes_no_more_of(tiny_artifact: Path, tmp_path: Path) -> None:
     file = tmp_path / "calls.jsonl"
     with Server(tiny_artifact, "--record", str(file)) as server:
@@ -39,6 +40,7 @@ def test_a_recording_that_the_disk_takes_no_more_of(tiny_artifact: Path, tmp_pat
     assert len(lines) == 2 and all(json.loads(line) for line in lines), "what was written is whole"
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_from_the_start(tiny_artifact: Path, tmp_path: Path) -> None:
     def small() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
@@ -67,6 +69,7 @@ def test_keys_are_not_lost_to_a_full_disk(tmp_path: Path) -> None:
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.slow
 def test_a_log_that_nobody_takes(tiny_artifact: Path) -> None:
     command = [*INFERC, "serve", str(tiny_artifact), "--grpc-port", "0", "--http-port", "0", "--log-requests"]
     with open("/dev/full", "w") as full:
@@ -82,9 +85,7 @@ def test_a_log_that_nobody_takes(tiny_artifact: Path) -> None:
         process.communicate()
 
 
-FAKETIME = [*Path("/usr/lib").glob("*/faketime/libfaketime.so.1")]
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(not FAKETIME, reason="libfaketime is not installed")
 @pytest.mark.parametrize("jump", [pytest.param("+40d", marks=pytest.mark.slow), "-40d"])
 def test_a_clock_that_jumps(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: str) -> None:

@@ -15,41 +15,33 @@ DOCUMENT = ROOT / "docs/models.md"
 HEAD = """\
 # Models
 
-Every row is a test (`tests/end_to_end/test_families.py`): a small random model of the family, float32, compiled for \
-the cpu
-target, gives the greedy tokens of Hugging Face's code, and all logits of its prompts within 1e-5 of the largest, \
-with prompts
-of 1 to 40 tokens in one batch, whole and chunked. What stands under
-"in force" is: without it the same weights give other logits. `make test` runs the first transformers version (of \
-families that are alike, one),
-`make test-all` both; rows that are "not tried" under the second run in `make test-all` alone, under the first.
-This page is generated from the tables that the tests run. Ropes that depend on the sequence's length
-(dynamic NTK, Phi-3's longrope) are fixed at compile, for all of these.
+Each row is a test (`tests/end_to_end/test_families.py`). It makes a small random model of the family in float32 and
+compiles it for the cpu target; the artifact must give the greedy tokens of Hugging Face's code, and all logits of its
+prompts within 1e-5 of the largest. Prompts of 1 to 40 tokens run in one batch, whole and in chunks. "In force" lists
+the model's features that the test switches off: without one, the same weights give other logits.
 
-No code knows a family by its name. One that is not here works if its graph is captured, passes the check against its \
-own
-eager code, and every op has a kernel; otherwise it is refused with the op and the place. Attention that a model \
-computes by
-itself is found by what it computes: a softmax of scaled products with a mask, and with ALiBi, which the cpu and cuda \
-kernels
-add, for tensorrt-paged too (onnx and tensorrt refuse it by name). Always refused, with the reason: models with a \
-layer that keeps a state along the
-sequence (Mamba 2, Jamba), dynamic sparse attention (DeepSeek V3.2, GLM-MoE-DSA), other biases of scores (Doge; Falcon's
-ALiBi, which is rounded to bfloat16 at every position), encoder-decoders, multimodal models, checkpoints with code of \
-their own.
-[What became of every class](#all-classes) stands below.
+`make test` runs some rows under the first transformers version, `make test-all` runs all rows under both. A row that is
+"not tried" under the second version runs under the first alone. This page is generated from the tables that the tests
+run. A rope that depends on the sequence's length (dynamic NTK, Phi-3's longrope) is fixed at compile time, in all rows.
+
+No code knows a family by its name. Another family works if its graph is captured, passes the check against its own
+eager code, and has a kernel for every op; otherwise it is refused, with the op and its place. Attention that a model
+computes itself is found by what it computes: a softmax of scaled products with a mask. ALiBi is found too, and is added
+by the kernels of cpu, cuda and tensorrt-paged; onnx and tensorrt refuse it by name.
+
+Always refused, with the reason: models with a layer that keeps a state along the sequence (Mamba 2, Jamba), dynamic
+sparse attention (DeepSeek V3.2, GLM-MoE-DSA), other biases of scores (Doge; Falcon's ALiBi, which is rounded to
+bfloat16 at every position), encoder-decoders, multimodal models, and checkpoints with code of their own.
+[All classes](#all-classes) are listed below, with what became of each.
 
 """
 ALL_CLASSES = """
 ## All classes
 
-Every model type of `AutoModelForCausalLM` in transformers {version}: a small random model with sizes that divide by \
-little was
-compiled for the cpu target and gave the same tokens, prompts whole and in chunks, and logits within 1e-4 of the \
-largest, or
-was refused. `make test-all` tries all of them again (`tests/end_to_end/test_all_classes.py`); `python \
-tests/support/all_classes.py`
-tries them and writes what it finds.
+Each model type of `AutoModelForCausalLM` in transformers {version} was tried with a small random model whose sizes
+divide by little. It was compiled for the cpu target and gave the same tokens, with prompts whole and in chunks, and logits
+within 1e-4 of the largest; or it was refused. `make test-all` tries all of them again
+(`tests/end_to_end/test_all_classes.py`); `python tests/support/all_classes.py` tries them and writes the results.
 
 """
 

@@ -391,6 +391,7 @@ def test_who_finds_all_places_taken_when_its_body_is_there_is_told_so() -> None:
     with_application(app, 1, work)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_client_that_resets() -> None:
     """A closed connection leaves neither timers nor what they hold, answered or with a second request under way."""
     app = Doors()

@@ -10,6 +10,8 @@ from clients import environment, run_client
 
 from inferc.client import Client
 
+pytestmark = pytest.mark.slow
+
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 
 

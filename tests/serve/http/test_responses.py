@@ -46,6 +46,7 @@ def seen(url: str, tiny_artifact: Any) -> Any:
     return run_client("openai", "check_responses.py", url, tiny_artifact.name)
 
 
+@pytest.mark.slow
 def test_openai_gets_what_a_chat_says(seen: Any, tiny_artifact: Any) -> None:
     chat, response = seen["chat"]["choices"][0]["message"]["content"], seen["response"]
     assert response["output_text"] == chat and response["model"] == tiny_artifact.name
@@ -64,6 +65,7 @@ def test_openai_gets_what_a_chat_says(seen: Any, tiny_artifact: Any) -> None:
     assert seen["plain"]["output_text"] == chat
 
 
+@pytest.mark.slow
 def test_openai_sends_a_conversation(seen: Any) -> None:
     """Instructions and what a developer says first are the template's one system message."""
     assert seen["turns"]["output_text"] == seen["turns_chat"]["choices"][0]["message"]["content"]
@@ -71,6 +73,7 @@ def test_openai_sends_a_conversation(seen: Any) -> None:
     assert seen["again"]["output_text"], "its own output is input"
 
 
+@pytest.mark.slow
 def test_openai_sees_an_answer_that_ended(seen: Any) -> None:
     stopped = seen["stopped"]
     assert (stopped["status"], stopped["incomplete_details"]) == ("completed", None)
@@ -78,6 +81,7 @@ def test_openai_sees_an_answer_that_ended(seen: Any) -> None:
     assert seen["helper"] == [stopped["output_text"]] * 2
 
 
+@pytest.mark.slow
 def test_openai_streams(seen: Any) -> None:
     stream, text = seen["stream"], seen["response"]["output_text"]
     assert stream["kinds"][:4] == BEGIN and stream["kinds"][-4:] == [*END, "response.incomplete"]
@@ -89,6 +93,7 @@ def test_openai_streams(seen: Any) -> None:
     assert stream["last"]["output"] == [done] and stream["last"]["usage"]["output_tokens"] == 12
 
 
+@pytest.mark.slow
 def test_openai_gets_log_probabilities(seen: Any) -> None:
     rows = seen["chat"]["choices"][0]["logprobs"]["content"]
     assert seen["logprobs"]["output"][0]["content"][0]["logprobs"] == rows and len(rows) == 12
@@ -97,6 +102,7 @@ def test_openai_gets_log_probabilities(seen: Any) -> None:
     assert seen["response"]["output"][0]["content"][0]["logprobs"] == []
 
 
+@pytest.mark.slow
 def test_openai_raises_its_own_errors(seen: Any) -> None:
     errors = seen["errors"]
     assert errors["model"][:2] == ["NotFoundError", 404]
@@ -107,6 +113,7 @@ def test_openai_raises_its_own_errors(seen: Any) -> None:
         assert errors[name][:2] == ["NotFoundError", 404] and "nothing is stored here" in errors[name][2]
 
 
+@pytest.mark.slow
 def test_openai_runs_many_at_once(seen: Any, served: str) -> None:
     assert len(seen["async"]["streams"]) == 16 and all(seen["async"]["streams"])
     assert seen["async"]["whole"] == seen["response"]["output_text"]

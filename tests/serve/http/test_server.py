@@ -578,6 +578,7 @@ def test_a_dead_engine_ends_streams_with_an_event(tiny_artifact: Path) -> None:
         assert "SIGKILL" in events[-1]["error"]["message"] and events[-1]["error"]["code"] == "unavailable"
 
 
+@pytest.mark.slow
 def test_no_http_and_a_port_in_use(server: Server, tiny_artifact: Path) -> None:
     port = str(urlsplit(server.url).port)
     done = run_inferc("serve", tiny_artifact, "--grpc-port", "0", "--http-port", port)

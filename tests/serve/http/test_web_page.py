@@ -19,7 +19,7 @@ from inferc.client.scrape import Change
 from inferc.client.scrape import Page as MetricsPage
 from inferc.serve.observe.metrics_page import METRICS, SERVER_METRICS
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[3]
 WEB = ROOT / "serve" / "http" / "web"
