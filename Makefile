@@ -32,7 +32,7 @@ INFERC := $(PY) -m inferc
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 DEMO_OUT := out/tiny-llama
 
-.PHONY: help install demo test test-all test-gpu-versions sanitize lint types unit peers bench bench-ladder wheel protos \
+.PHONY: help install demo check test test-all test-gpu-versions sanitize lint types unit peers bench bench-ladder wheel protos \
     dashboards gpu-test gpu-bench gpu-all gpu-packages gpu-tune clean
 
 help:  ## list the targets
@@ -53,6 +53,13 @@ $(CLIENT_VENVS)/%/.installed: tests/clients/%.txt
 
 demo: $(READY)  ## compile, generate, serve and stream with the model that ships
 	$(PY) examples/demo.py $(DEMO_OUT)
+
+# What one runs while working: no servers, no command lines, and hardly an artifact is compiled.
+CHECKED := tests/ir tests/passes tests/runtime/scheduler tests/runtime/kv_cache tests/runtime/text tests/runtime/step \
+    tests/runtime/openai tests/codegen/cpp tests/test_layout.py tests/test_prose.py tests/test_config.py tests/test_kv_groups.py
+NOT_CHECKED := tests/passes/parallel tests/codegen/cpp/test_collectives.py tests/passes/quantize/test_several_ranks.py
+check: $(READY)  ## passes, IR, scheduler, KV cache, text, and kernels for the best instruction set: two minutes
+	$(PYTEST) -m 'not gpu and not slow' --best-isa $(CHECKED) $(NOT_CHECKED:%=--ignore=%) $(ARGS)
 
 test: lint types unit  ## lint, types and tests: what every change must pass
 
@@ -78,7 +85,7 @@ test-gpu-versions: $(GPU_VENV)/.installed  ## what compiles, against the second 
 	$(GPU_PYTEST) -m 'not gpu' $(VERSIONED) $(ARGS)
 	$(GPU_PYTEST) -m gpu -rs $(ARGS)
 
-unit: $(READY) $(CLIENTS)  ## the tests alone: make unit ARGS='tests/passes -x'
+unit: $(READY)  ## the tests alone: make unit ARGS='tests/passes -x'
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
 
 # TSan knows the barrier's atomics; memory that only uninstrumented code touches is not its business. To compile the kernels of one

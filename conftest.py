@@ -66,6 +66,10 @@ def skip_without_its_package(report: pytest.CollectReport, path: str) -> None:
         report.longrepr = (path, 0, f"Skipped: {found[-1]} is not installed")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--best-isa", action="store_true", help="kernels for this machine's best instruction set alone")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take minutes, or one process ends long after the others."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)

@@ -45,8 +45,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 FEW_CASES = 12  # a test with no more cases is run whole
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to `make test-all` the cases of tests with many parameters that add no new pair of their values."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to `make test-all` the cases that `quick` does not name, and those that add no new pair of parameters.
+
+    `@pytest.mark.quick("llama")` names, by their ids, the cases of a test that `make test` runs.
+    """
+    for item in items:
+        quick = item.get_closest_marker("quick")
+        if quick is not None and item.name.partition("[")[2].removesuffix("]") not in quick.args:
+            item.add_marker(pytest.mark.slow)
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if config.getoption("best_isa") and params.get("kernels") not in (None, *detect_isa()[:1]):
+            item.add_marker(pytest.mark.slow)
     tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
         is_left_out = any(item.get_closest_marker(name) for name in ("slow", "gpu"))

@@ -29,12 +29,14 @@ def test_examples_are_short() -> None:
     assert lengths and all(length < 60 for length in lengths.values()), lengths
 
 
+@pytest.mark.slow
 def test_help_is_their_first_lines(tmp_path: Path) -> None:
     for path in EXAMPLES.glob("*.py"):
         assert f"python examples/{path.name}" in run(path.name, "--help", cwd=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_compile_and_generate(tiny_llama_folder: Path, tmp_path: Path) -> None:
     out = run("compile_and_generate.py", tiny_llama_folder, tmp_path / "out", cwd=tmp_path)
     assert out.startswith("compiled") and out.count("---") == 3

@@ -187,6 +187,7 @@ def test_threads_and_the_prefix_cache_are_told_apart() -> None:
     assert found_good(shared, DEFAULT) > 3 * found_good(shared, replace(DEFAULT, prefix_cache=False))
 
 
+@pytest.mark.slow
 def test_steps_that_are_bounded_keep_the_time_between_tokens() -> None:
     of = simulator(prices(1, token_ms=1), Lengths(100, 50), seconds=10.0, ttft_ms=2000.0, tbt_ms=4.0)
     default = Candidate(8, 128)  # whose steps of a whole prompt take as long as all tokens of an answer
@@ -299,6 +300,7 @@ def test_where_the_default_bears_no_rate_any_that_does_is_better() -> None:
     assert winner([row(4, None), row(8, None)], Again({})) == (None, [])
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_or_goes_away_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, tiny_artifact: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def test_a_command_that_fails_is_said(compile_cost: ModuleType) -> None:
         compile_cost.measured([sys.executable, "-c", "raise SystemExit(3)"])
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_compile_are_timed(compile_cost: ModuleType, tiny_llama_folder: Path) -> None:
     times = compile_cost.capture_and_lower(str(tiny_llama_folder))
     assert list(times) == ["import_s", "load_s", "capture_s", "check_s", "passes_s", "emit_s"]

@@ -71,6 +71,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, out: Path, *names: str) -> dict[st
     return rows
 
 
+@pytest.mark.slow
 def test_rows_of_one_model_are_measured_and_kept(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

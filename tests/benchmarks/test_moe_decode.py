@@ -7,6 +7,8 @@ import pytest
 
 from inferc.runtime.artifact.load import load_artifact
 
+pytestmark = pytest.mark.slow
+
 SHAPE = moe_decode.Shape(hidden=64, expert=32, layers=2, top_k=2)
 BYTES_OF_ONE = 3 * 64 * 32 * 2  # an expert's gate, up and down in bfloat16
 

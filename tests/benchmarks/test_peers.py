@@ -19,6 +19,7 @@ from peers.recorder import Prompts
 CASES = {"one": [1, 16, 5], "three": [3, 16, 5]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["inferc", "transformers"])
 def test_an_engine_is_measured_in_a_process_of_its_own(
     engine: str, tiny_llama_folder: Path, tiny_artifact: Path

@@ -18,6 +18,7 @@ def test_a_line_goes_through_the_decode_steps() -> None:
     assert second["limit_s_per_token"] == pytest.approx(5e-8) and second["largest_error"] < 1e-9
 
 
+@pytest.mark.slow
 def test_every_length_is_measured_of_every_artifact(tiny_artifact: Path, tmp_path: Path) -> None:
     result = scaling.measure({"one": tiny_artifact, "two": tiny_artifact}, [8, 40], turns=2, threads=2)
     assert [(row["format"], row["length"], len(row["runs"])) for row in result["rows"]] == [

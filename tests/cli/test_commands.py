@@ -290,6 +290,7 @@ def test_bench_kernels_accounts_for_every_kernel(tiny_artifact: Path) -> None:
     assert not any(found[name]["products"] for name in ("prefill", "decode", "decode of 3"))  # of few tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "isa", [*detect_isa()[:1], *(pytest.param(isa, marks=pytest.mark.slow) for isa in detect_isa()[1:])]
 )
@@ -310,6 +311,7 @@ def test_bench_kernels_holds_products_beside_the_model_of_their_cost(tiny_artifa
     assert "of model" in run_inferc(*arguments).stdout and not found["decode"]["products"]
 
 
+@pytest.mark.slow
 def test_bench_serve_measures_a_server(tiny_artifact: Path) -> None:
     # Answers long enough that they come in several messages, however seldom this process is given a core.
     lengths = ("--input-len", "16", "--output-len", "160", "--concurrency", "3", "--requests", "5")

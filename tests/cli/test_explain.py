@@ -74,6 +74,7 @@ def refused(*arguments: str | Path) -> str:
 # ------------------------------------------------------------------------------------------------- of a config
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_70b_from_its_config_alone(tmp_path: Path) -> None:
     model = folder(tmp_path / "70b", LLAMA_70B)
     found = explain_json(model, "--device", "h100", "--context", "131072", "--batch", "4")
@@ -140,6 +141,7 @@ def test_experts_that_a_step_touches(tmp_path: Path) -> None:
     assert found["uniform_routing"] is True and "routed at random" in rendered(found)
 
 
+@pytest.mark.slow
 def test_dtype_and_length_and_target_are_those_of_a_compile(tmp_path: Path) -> None:
     model = folder(tmp_path / "odd", ODD)
     options = ("--dtype", "float32", "--max-model-len", "64", "--target", "reference", "--device", "h100")
@@ -150,6 +152,7 @@ def test_dtype_and_length_and_target_are_those_of_a_compile(tmp_path: Path) -> N
     assert found["device"]["flops_per_s"] == 67e12
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     done = run_inferc("explain", folder(tmp_path / "small", SMALL), "--device", "h100", "--json")
     assert done.returncode == 0, done.stderr
@@ -159,6 +162,7 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- of what is refused
 
 
+@pytest.mark.slow
 def test_a_refused_model_shows_the_passes_up_to_the_refusal(tmp_path: Path) -> None:
     out, error = explain(folder(tmp_path / "odd", ODD), "--device", "h100", "--json", code=1)
     found = json.loads(out)
@@ -171,6 +175,7 @@ def test_a_refused_model_shows_the_passes_up_to_the_refusal(tmp_path: Path) -> N
     assert error.startswith("inferc: choose_kernels refuses the model: head_dim 528") and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_model_that_is_refused_before_it_is_paged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def failed(model: Path, folder: Path, spec: str, code: int = 2) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_pass_that_works(tiny_llama_folder: Path, folder: Path) -> None:
     """Its graph has silu and mul apart again, which fuse_pointwise then takes."""
     options = ("--target", "reference", "--certify", "none", "--json")

@@ -136,6 +136,7 @@ def test_a_page_of_somebody_else_and_a_key_that_is_none() -> None:
             thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["top", "doctor"])
 def test_nobody_there_and_somebody_else(
     command: str, served: str, url: str, tiny_artifact: Path, tmp_path: Path
@@ -156,6 +157,7 @@ def test_nobody_there_and_somebody_else(
 # ------------------------------------------------------------------------------------------------------ top
 
 
+@pytest.mark.slow
 def test_top_shows_what_goes_on(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--max-num-seqs", "4") as server, load(server, 6, max_tokens=100):
         time.sleep(0.5)
@@ -238,6 +240,7 @@ def test_a_healthy_server(tiny_artifact: Path) -> None:
         assert done.returncode == 0 and done.stdout.startswith(f"{tiny_artifact.name}: nothing is wrong (")
 
 
+@pytest.mark.slow
 def test_memory_pressure(tiny_artifact: Path) -> None:
     options = ("--kv-memory", "144KiB", "--no-prefix-cache")  # one of these prompts has all of it
     with Server(tiny_artifact, *options) as server, load(server, 6, prompt_len=230, max_tokens=25):
@@ -262,6 +265,7 @@ def test_a_batch_without_places(tiny_artifact: Path) -> None:
     assert any(line.startswith("CAUSE    batch configuration") for line in lines)
 
 
+@pytest.mark.slow
 def test_cache_misses(tiny_artifact: Path) -> None:
     with Server(tiny_artifact) as server:
         with Client(server.address) as client:
@@ -324,6 +328,7 @@ def test_a_long_way(tiny_artifact: Path) -> None:
     assert found["numbers"]["rtt_ms"] >= 300
 
 
+@pytest.mark.slow
 def test_a_server_that_gets_no_core(tiny_artifact: Path) -> None:
     with (
         Server(tiny_artifact) as server,
@@ -335,6 +340,7 @@ def test_a_server_that_gets_no_core(tiny_artifact: Path) -> None:
     assert found["cause"] == "network" and "The server's own process comes late" in found["advice"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_gets_no_core(tiny_artifact: Path) -> None:
     """None of the four: steps are long by themselves."""
     with (

@@ -98,6 +98,7 @@ def test_a_batch_waits_for_others_and_keeps_few_waiting(
     assert max(present) <= 3, "beside the two that run, who comes under fcfs finds one of the batch's before him"
 
 
+@pytest.mark.slow
 def test_whoever_else_asks_is_served_first(tiny_artifact: Path, tmp_path: Path) -> None:
     body = {"prompt": "def add(", "n": 24, "seed": 1, **ENDLESS}
     source, out = write_rows(tmp_path / "in.jsonl", [row("a", body)]), tmp_path / "out.jsonl"
@@ -182,6 +183,7 @@ def test_a_server_with_keys_and_tls(tiny_artifact: Path, tmp_path: Path, monkeyp
             EndpointBackend(server.address, api_key=key, tls=Tls(ca=other.ca))
 
 
+@pytest.mark.slow
 def test_a_key_that_has_used_its_rate_waits(tiny_artifact: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     write_keys(keys, [Key("batch", digest_of("a-key"), tokens_per_minute=6000)])

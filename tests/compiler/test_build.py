@@ -136,6 +136,7 @@ def test_a_signal_that_python_swallows_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_without_kernels_is_refused_before_its_reference_runs(tmp_path: Path) -> None:
     folder = make_random_model("llama", tmp_path / "m", head_dim=528)
     stages: list[str] = []
@@ -197,6 +198,7 @@ def test_a_module_in_memory(reference_artifact: Path, module: Any, tiny_llama_fo
     assert summary.artifact_bytes > summary.weights_bytes > 0
 
 
+@pytest.mark.slow
 def test_an_artifact_is_replaced(reference_artifact: Path, module: Any, tmp_path: Path) -> None:
     """By one of another dtype and context, from a module without a tokenizer."""
     out = shutil.copytree(reference_artifact, tmp_path / "out")

@@ -62,6 +62,7 @@ def lowered(program: Program, target: str = "cpu") -> dict[str, PassRecord]:
     return {record.name: record for record in lower(program, LowerConfig(Target.parse(target), block_size=16))}
 
 
+@pytest.mark.quick("qwen3")
 @pytest.mark.parametrize(
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -88,6 +89,7 @@ def test_float32_stays_within_the_budget(name: str) -> None:
     assert greedy == again[-3:].argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_bfloat16_is_no_further_from_float32_than_the_captured_program() -> None:
     module = random_module("qwen3", torch.bfloat16)
     wide = export_module(module, "float32")
@@ -99,6 +101,7 @@ def test_bfloat16_is_no_further_from_float32_than_the_captured_program() -> None
     assert float((got - exact).square().mean().sqrt()) <= 1.1 * float(before)
 
 
+@pytest.mark.slow
 def test_saved_copies_of_a_captured_program_lower_alike() -> None:
     program = export_module(random_module("llama", torch.float32), "float32")
     copies = [from_json(to_json(program)) for _ in range(2)]

@@ -25,6 +25,7 @@ def run(artifact: Path, model: Path) -> dict[str, Any]:
     return verify(artifact, str(model), lambda stage, done, total: None)
 
 
+@pytest.mark.slow
 def test_a_certificate_is_what_it_was(tiny_llama_folder: Path, tmp_path: Path) -> None:
     summary = compile(tiny_llama_folder, tmp_path / "out", CompileConfig(certify="full", quantize="w8a8"))
     assert summary.certificate is not None
@@ -50,6 +51,7 @@ def test_other_weights_than_the_models_are_the_kernels_fault(tiny_llama_folder: 
     assert [line.split()[0] for line in done.stdout.splitlines() if "< over its budget" in line] == ["kernels"]
 
 
+@pytest.mark.slow
 def test_an_onnx_artifact_that_was_compiled_without_a_certificate(tmp_path: Path) -> None:
     compile(SHIPPED / "tiny-llama", tmp_path / "out", CompileConfig(target="onnx", certify="none", max_model_len=128))
     found = run(tmp_path / "out", SHIPPED / "tiny-llama")

@@ -339,6 +339,7 @@ SIZES = {
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "more"),
     [("llama", {}), pytest.param("qwen3", {"tie_word_embeddings": True}, marks=pytest.mark.slow), ("mixtral", EXPERTS)],

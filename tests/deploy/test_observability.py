@@ -76,6 +76,7 @@ def test_panels_have_places_of_their_own() -> None:
         taken |= cells
 
 
+@pytest.mark.slow
 def test_promtool_takes_rules_and_example() -> None:
     assert f"{len(ALERT_RULES)} rules found" in promtool("check", "rules", ALERTS)
     promtool("check", "config", ROOT / "deploy" / "prometheus" / "prometheus.yml")
@@ -158,6 +159,7 @@ SERIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [alert.name for alert in ALERT_RULES])
 def test_an_alert_fires_and_is_silent(name: str, tmp_path: Path) -> None:
     rule = next(alert for alert in ALERT_RULES if alert.name == name)

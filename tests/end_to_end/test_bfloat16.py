@@ -9,6 +9,8 @@ import pytest
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = Path(__file__).parents[2] / "examples/models"
 WINDOW, WINDOWS = 512, 4  # tokens of eval.txt
 

@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int4-experts": {"quantize": "int4"},
     "w8a8-experts": {"quantize": "w8a8"},
 }
-OFTEN = ("bfloat16", "int8", "kv-int8", "int4-experts")
+OFTEN = ("bfloat16", "int8")
 KINDS = [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in OPTIONS]
 
 

@@ -14,6 +14,7 @@ from inferc.runtime.artifact.inspect import inspect_artifact
 SLOW = ("deepseek_v3", "gemma3_text")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama4_text", *SLOW))]
 )

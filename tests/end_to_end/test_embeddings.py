@@ -75,6 +75,7 @@ def test_vectors_are_those_of_the_model(
             assert alone == together, "to the last bit, whatever shares the step"
 
 
+@pytest.mark.slow
 def test_bfloat16(model: Path, tmp_path: Path) -> None:
     say_pooling(model, {"pooling_mode_mean_tokens": True}, "Normalize")
     compile(model, tmp_path / "out", CompileConfig(dtype="bfloat16", certify="none"))

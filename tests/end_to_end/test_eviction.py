@@ -105,6 +105,7 @@ def reference_heavy(made: Path, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_a_mask_under_every_schedule(made: Path) -> None:
     bits, forgotten = generate(made, kv_evict=SPEC)
     assert [[token for token, _ in row] for row in bits] == [reference(made, prompt) for prompt in PROMPTS]
@@ -117,6 +118,7 @@ def test_tokens_are_those_of_a_mask_under_every_schedule(made: Path) -> None:
     assert tight == (bits, forgotten)
 
 
+@pytest.mark.slow
 def test_with_alibi_distances_are_those_of_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_random_model("bloom", tmp_path / "model", "float32", n_head=4, n_layer=2)
     compile(tmp_path / "model", tmp_path / "artifact", CompileConfig(certify="none", dtype="float32", block_size=BLOCK))

@@ -25,6 +25,8 @@ from inferc.config import CompileConfig
 from inferc.errors import RequestError
 from inferc.runtime.text.tokenizer import Text
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "def add(first"
 MESSAGES = [{"role": "user", "content": "hello"}]
 NUM_TOKENS = 12

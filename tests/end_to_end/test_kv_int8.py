@@ -59,6 +59,7 @@ def oracle(folder: Path, kv_dtype: str) -> Tensor:
     return torch.cat(run_lowered(program, weight_reader(program, checkpoint.reader), PROMPTS, chunk_size=16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheme", [None, *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("w8a8", "int4"))]
 )

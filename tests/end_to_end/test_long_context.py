@@ -28,6 +28,7 @@ def model_with(rope: dict[str, Any], folder: Path) -> tuple[Path, Any]:
     return made, load(made).model_class.from_pretrained(made)
 
 
+@pytest.mark.slow
 def test_yarn_beyond_the_original_length(tmp_path: Path) -> None:
     folder, model = model_with(YARN, tmp_path / "m")
     config = CompileConfig(certify="full", max_model_len=MAX_MODEL_LEN)
@@ -39,6 +40,7 @@ def test_yarn_beyond_the_original_length(tmp_path: Path) -> None:
     assert found == reference_greedy(model, prompt, 24)
 
 
+@pytest.mark.slow
 def test_dynamic_is_that_of_the_longest_sequence(tmp_path: Path) -> None:
     """transformers takes the frequencies of the sequence's own length: they are equal at max_model_len tokens."""
     folder, model = model_with(DYNAMIC, tmp_path / "m")

@@ -71,6 +71,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return packed, plain
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_numbers(folders: tuple[Path, Path], tmp_path: Path) -> None:
     packed, plain = folders
     compile(packed, tmp_path / "out", CompileConfig(dtype="float32", certify="none"))

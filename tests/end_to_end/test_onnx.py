@@ -55,6 +55,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return source, folder / "onnx", folder / "cpu"
 
 
+@pytest.mark.quick("tiny-llama")
 def test_tokens_are_hugging_faces_and_the_cpus(both: tuple[Path, Path, Path]) -> None:
     """Alone, and eight at once that join and leave at different steps, in chunks."""
     source, ours, cpu = both
@@ -75,6 +76,7 @@ def test_tokens_are_hugging_faces_and_the_cpus(both: tuple[Path, Path, Path]) ->
         assert found == want, (path.name, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_by_the_standards_ops_alone(quantize: Any, tmp_path: Path) -> None:
     """The same model as with onnxruntime's own ops; in integers to what rounding rows makes of it."""
@@ -114,6 +116,7 @@ def test_weights_made_unsigned_give_the_same(
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_perplexity_is_the_cpus_to_four_digits(both: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """Over eight windows."""
     _, *artifacts = both
@@ -127,6 +130,7 @@ def test_perplexity_is_the_cpus_to_four_digits(both: tuple[Path, Path, Path], tm
     assert f"{found[0]['perplexity']:.3f}" == f"{found[1]['perplexity']:.3f}"
 
 
+@pytest.mark.slow
 def test_the_certificate_has_a_row_of_onnxruntime(tmp_path: Path) -> None:
     summary = compile(SHIPPED / "tiny-llama", tmp_path / "out", CompileConfig(target="onnx", max_model_len=128))
     assert summary.certificate is not None
@@ -137,6 +141,7 @@ def test_the_certificate_has_a_row_of_onnxruntime(tmp_path: Path) -> None:
     assert load_artifact(tmp_path / "out").manifest.determinism.contract.startswith("none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "int4"))])
 def test_in_float16(quantize: Any, tmp_path: Path) -> None:
     """What a GPU's kernels are for; a CPU's mostly cast, and give the same model."""
@@ -156,6 +161,7 @@ def test_in_float16(quantize: Any, tmp_path: Path) -> None:
 FAMILIES_HERE = ("gemma3_text", "gpt2", "gpt_oss", "llama4_text")  # the others are slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in FAMILIES_HERE else pytest.param(name, marks=pytest.mark.slow) for name in DENSE]
 )
@@ -183,6 +189,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_it_is_served_as_any_other(artifact: Path) -> None:
     """Sampling, log probabilities, scores and several requests at once."""
     with Server(artifact) as server, Client(server.address) as client:
@@ -196,6 +203,7 @@ def test_it_is_served_as_any_other(artifact: Path) -> None:
         assert len(score.logprobs) == 3
 
 
+@pytest.mark.slow
 def test_the_command_line(artifact: Path, tmp_path: Path) -> None:
     done = run_inferc("generate", artifact, "--prompt", "import os\n", "--max-tokens", "8", "--json")
     assert done.returncode == 0, done.stderr
@@ -300,6 +308,7 @@ def test_a_damaged_model_is_not_run(artifact: Path, tmp_path: Path) -> None:
         inferc.LLM(copy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["generated", "scored", "given up"])
 def test_a_broken_sequence_leaves_nothing_to_the_next(how: str, tmp_path: Path) -> None:
     """A NaN in its K and V, which a kernel that multiplies what is masked by 0 would spread."""

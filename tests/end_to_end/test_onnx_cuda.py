@@ -22,6 +22,8 @@ from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.runners.cuda import driver
 from inferc.runtime.runners.dense import onnxruntime as onnx_model
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
 ON_GPU = CompileConfig(target="onnx:cuda", certify="none", max_model_len=250)
 GREEDY = inferc.SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

@@ -17,6 +17,8 @@ from inferc.config import CompileConfig
 from inferc.passes.quantize.schemes import SCHEMES
 from inferc.runtime.artifact.inspect import inspect_artifact
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
 PERPLEXITY = {  # of the cpu target in float32 by `inferc eval`: docs/quantization.md has the figures
     "tiny-llama": {"int8": 17.537, "w8a8": 17.561, "int4": 18.177, "int4-g64": 18.315, "int4-g128": 18.540},

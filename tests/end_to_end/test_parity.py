@@ -90,6 +90,7 @@ def kv_block_bytes(artifact: Path) -> int:
 OFTEN = ("llama", "mistral")
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize(
     "family",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, "qwen3_moe")],
@@ -102,6 +103,7 @@ def test_random_family_gives_the_reference_tokens(family: str, tmp_path: Path) -
     check_every_engine(artifact, prompts, reference_greedy(folder, prompts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-llama", pytest.param("tiny-draft", marks=pytest.mark.slow), "tiny-moe"])
 def test_shipped_model_gives_the_reference_tokens(name: str, tmp_path: Path) -> None:
     artifact = tmp_path / "artifact"

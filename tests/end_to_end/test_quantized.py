@@ -63,6 +63,7 @@ def kernels_of(artifact: Path) -> set[str]:
     return {kernel["name"] for kernel in inspect_artifact(artifact)["kernels"]}
 
 
+@pytest.mark.quick("llama")
 def test_int8_is_the_model_with_its_dequantized_weights(model: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     folder, expected = model
     found = logits_of(folder, tmp_path / "out", quantize="int8")
@@ -70,6 +71,7 @@ def test_int8_is_the_model_with_its_dequantized_weights(model: tuple[Path, torch
     assert "inferc.linear_int8" in ops_of(tmp_path / "out")
 
 
+@pytest.mark.quick("llama")
 def test_w8a8_is_near_the_model_with_its_dequantized_weights(model: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     """The rows are rounded too, to one part in 254 of their largest element."""
     folder, expected = model
@@ -95,6 +97,7 @@ def test_four_bits_are_near_the_model(family: str, tmp_path: Path) -> None:
         assert "cpp.moe_experts_w4a8.float32" in kernels_of(tmp_path / "int4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheme",
     ["w8a8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "int4", "int4-g64", "int4-g128"))],

@@ -91,6 +91,7 @@ def generated(path: Path) -> list[list[int]]:
         return [list(result.outputs[0].token_ids) for result in llm.generate(prompts(), params)]
 
 
+@pytest.mark.quick("pp2", "ep2")
 @pytest.mark.parametrize(
     "name", ["tp2", "pp2", "ep2", pytest.param("tp2-pp2", marks=slow), pytest.param("ep3", marks=slow)]
 )
@@ -99,6 +100,7 @@ def test_ranks_in_one_process_give_the_models_tokens(name: str, folder: Path, ou
     assert generated(artifact(folder, out, name)) == reference(folder, prompts(), NEW_TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp2-int8-kv", pytest.param("pp2-int8-kv", marks=slow)])
 def test_ranks_with_a_kv_cache_in_int8(name: str, folder: Path, out: Path) -> None:
     path, whole = artifact(folder, out, name), artifact(folder, out, "int8-kv")
@@ -106,6 +108,7 @@ def test_ranks_with_a_kv_cache_in_int8(name: str, folder: Path, out: Path) -> No
     assert generated(path) == generated(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp2", "pp2", "ep2", pytest.param("tp2-pp2", marks=slow)])
 def test_ranks_in_processes_of_their_own_give_the_models_tokens(
     name: str, folder: Path, out: Path, tmp_path: Path
@@ -134,6 +137,7 @@ def test_ranks_in_processes_of_their_own_give_the_models_tokens(
             each.wait()
 
 
+@pytest.mark.slow
 def test_stages_with_other_windows_share_one_scheduler(tmp_path: Path) -> None:
     """The first stage's layer sees all, the second's a window: neither has the other's KV group."""
     window: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
@@ -171,6 +175,7 @@ def test_what_an_artifact_of_two_ranks_holds(folder: Path, out: Path) -> None:
     assert "tp 1" in shown
 
 
+@pytest.mark.slow
 def test_the_certificate_says_what_the_ranks_moved(folder: Path, tmp_path: Path) -> None:
     compile(folder, tmp_path / "out", CompileConfig(dtype="float32", certify="full", tp=2))
     rows = json.loads((tmp_path / "out" / "certificate.json").read_text())["rows"]
@@ -264,6 +269,7 @@ def test_an_exchange_that_fails_fails_the_step(folder: Path, out: Path) -> None:
         runner.close()
 
 
+@pytest.mark.slow
 def test_experts_are_placed_by_a_recorded_profile(folder: Path, out: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("def add(first, second):\n    return first + second\n" * 4)
     whole = out / "whole"

@@ -11,6 +11,7 @@ from inferc.config import CompileConfig
 from inferc.errors import UnsupportedError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sizes", "message"),
     [

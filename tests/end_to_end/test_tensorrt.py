@@ -39,6 +39,8 @@ from inferc.manifest import TENSORRT_LAYERS
 from inferc.passes.quantize.schemes import SCHEMES
 from inferc.targets import Target
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "models"
 FLOAT32 = CompileConfig(target="tensorrt:sm_86", dtype="float32", certify="none")

@@ -17,6 +17,8 @@ from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import UnsupportedError
 
+pytestmark = pytest.mark.slow
+
 # Whose kernels run here; of the others every node has a kernel of these, and the program is run by the references.
 ON_KERNELS = ("olmo: clip_qkv", "stablelm: qk_layernorm", "llama: heads of 20")
 # What published files have, and what changes no number of transformers': that must hold here too.

@@ -70,7 +70,10 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made]
     return make_one
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[kind if kind == "windows" else pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES],
+)
 def made(request: pytest.FixtureRequest, make: Callable[[str, str], Made]) -> Made:
     return make(request.param, "float32")
 
@@ -94,6 +97,7 @@ def reference_greedy(folder: Path, prompts: list[list[int]], count: int) -> list
     return outputs
 
 
+@pytest.mark.slow
 def test_sequences_run_together_where_only_given_back_blocks_make_room(made: Made) -> None:
     prompts, count, budget = [prompt(length) for length in (100, 90, 75, 61)], 60, 16
     needed = 1 + sum(-(-(len(ids) + count) // 16) for ids in prompts)
@@ -220,6 +224,7 @@ def alone(exact: Made) -> dict[int, Bits]:
     }
 
 
+@pytest.mark.quick("exact2")
 @given(data=st.data())
 @settings(max_examples=10, deadline=None, derandomize=True)
 def test_any_schedule_gives_the_same_bits(exact: Made, alone: dict[int, Bits], data: st.DataObject) -> None:

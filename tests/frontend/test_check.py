@@ -45,10 +45,12 @@ def test_a_faithful_capture_passes(mistral: tuple[Checkpoint, Program]) -> None:
     check_capture(mistral[1], mistral[0])
 
 
+@pytest.mark.slow
 def test_faithful_experts_pass(tmp_path: Path) -> None:
     capture(make_random_model("mixtral", tmp_path / "m", num_hidden_layers=1), "bfloat16")
 
 
+@pytest.mark.slow
 def test_every_distinct_layer_is_checked(tmp_path: Path) -> None:
     checkpoint = load(make_random_model("qwen2", tmp_path / "m", "bfloat16", **WINDOWS))
     program = capture(checkpoint, "bfloat16")
@@ -82,6 +84,7 @@ def window_off_by_one(real: Attention) -> Attention:
     return attention
 
 
+@pytest.mark.quick("window")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -103,6 +106,7 @@ def test_wrong_attention_is_caught(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_wrong_experts_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_random_model("mixtral", tmp_path / "m", num_hidden_layers=1)
     real = interfaces.experts
@@ -111,6 +115,7 @@ def test_wrong_experts_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         capture(folder, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixed", "message"),
     [
@@ -170,6 +175,7 @@ def other_config(module: Any) -> None:
     module.config.rms_norm_eps = 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [other_activation, other_scale, other_forward, other_config])
 def test_a_module_that_is_not_its_configs_is_refused(change: Callable[[Any], None], tiny_llama_folder: Path) -> None:
     module = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama_folder)

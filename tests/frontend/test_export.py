@@ -45,6 +45,7 @@ def check_against_transformers(checkpoint: Checkpoint, program: Program) -> None
     torch.testing.assert_close(run(program, checkpoint, token_ids), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", ALL)
 def test_float32_logits_are_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = load(make_random_model(family, tmp_path / family, num_hidden_layers=1))
@@ -54,6 +55,7 @@ def test_float32_logits_are_transformers(family: str, tmp_path: Path) -> None:
     assert len(nodes_of(program, "inferc.moe_experts")) == (1 if family in ("mixtral", "qwen3_moe") else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [family if family in ("qwen3", "mixtral") else pytest.param(family, marks=pytest.mark.slow) for family in ALL],
@@ -102,6 +104,7 @@ def test_saved_and_loaded(llama: tuple[Checkpoint, Program]) -> None:
     assert torch.equal(run(again, checkpoint, [1, 2, 3]), run(program, checkpoint, [1, 2, 3]))
 
 
+@pytest.mark.slow
 def test_a_module_gives_the_program_of_its_folder(llama: tuple[Checkpoint, Program]) -> None:
     module = transformers.AutoModelForCausalLM.from_pretrained(str(llama[0].folder))
     attention = module.config._attn_implementation
@@ -120,6 +123,7 @@ def test_tied_weights_keep_one_name(tmp_path: Path) -> None:
     assert str(head.args[1].target) == "embed_tokens.weight"  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_softcap_and_scale(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
         "sliding_window": 9,
@@ -136,6 +140,7 @@ def test_softcap_and_scale(tmp_path: Path) -> None:
     check_against_transformers(checkpoint, program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rope",
     [
@@ -203,6 +208,7 @@ def test_code_that_branches_on_data_is_refused(tiny_llama_folder: Path, monkeypa
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_long", "message"),
     [
@@ -231,6 +237,7 @@ def test_a_branch_on_the_number_of_tokens_is_refused(
         capture(tiny_llama_folder, "float32", check=False)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_stored_decides_each_time(tmp_path: Path) -> None:
     """Tied by the config and stored: equal to the embedding in one checkpoint, and not in another."""
     equal = make_random_model("llama", tmp_path / "equal", "float32", tie_word_embeddings=True)
@@ -246,6 +253,7 @@ def test_a_head_that_is_stored_decides_each_time(tmp_path: Path) -> None:
     assert found == [True, False, True]
 
 
+@pytest.mark.slow
 def test_what_was_captured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the config, the dtype and the length; whoever changes a program changes no other's."""
     folder = make_random_model("llama", tmp_path / "m", "float32")

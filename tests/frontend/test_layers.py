@@ -14,6 +14,8 @@ from inferc.config import CompileConfig
 from inferc.frontend.checkpoint.load import load_config
 from inferc.frontend.layers import Repetition, layer_kinds, repetition, shortened
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,

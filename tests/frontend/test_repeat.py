@@ -161,6 +161,7 @@ def test_the_layers_of_every_family_repeat(name: str, traces: list[int]) -> None
     assert len(traces) == 2 and traces[0] <= num_layers * 3 // 4 and traces[1] == num_layers
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_repeat_are_all_traced(traces: list[int]) -> None:
     found = export_model(
         tiny_checkpoint("gpt2", num_hidden_layers=4, n_layer=4, scale_attn_by_inverse_layer_idx=True), "float32"
@@ -170,6 +171,7 @@ def test_layers_that_do_not_repeat_are_all_traced(traces: list[int]) -> None:
     assert traces[-1] == 4 and len(set(scales)) == 4
 
 
+@pytest.mark.slow
 def test_the_order_of_a_set_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 3 computes a rope for each member of a set of layer types, whose order is another in every process."""
     checkpoint = tiny_checkpoint("gemma3_text", num_hidden_layers=2, layer_types=WINDOWS_AND_FULL)
@@ -191,6 +193,7 @@ def replaced(how: Callable[[Any, torch.Tensor], torch.Tensor], patch: pytest.Mon
     patch.setattr(modeling_llama.LlamaDecoderLayer, "forward", changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
@@ -221,6 +224,7 @@ def test_layers_that_only_look_equal_are_all_traced(
     check_same(found, in_full(checkpoint))
 
 
+@pytest.mark.slow
 def test_what_is_computed_between_layers_is_no_block(
     traces: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,6 +246,7 @@ def test_what_is_computed_between_layers_is_no_block(
     check_same(found, in_full(checkpoint))
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_traced_by_blocks_is_traced_whole(
     traces: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +279,7 @@ def test_every_layer_of_the_checkpoint_is_looked_at() -> None:
         export_model(stored_as(checkpoint, "model.layers.5.mlp.up_proj.bias", ((96,), torch.float32)), "float32")
 
 
+@pytest.mark.slow
 def test_each_layer_has_the_weights_it_is_stored_with(traces: list[int]) -> None:
     checkpoint = stored_as(
         tiny_checkpoint("llama", num_hidden_layers=8), "model.layers.5.mlp.up_proj.weight", ((96, 64), torch.float16)

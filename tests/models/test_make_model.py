@@ -56,6 +56,7 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     return model.eval(), info
 
 
+@pytest.mark.slow
 def test_two_layers_of_qwen3_load_in_transformers(make_model: ModuleType, folder: Path) -> None:
     code, output = run(make_model, "qwen3-0.6b", folder / "model", "--layers", "2")
     assert code == 0, output

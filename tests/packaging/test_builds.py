@@ -17,6 +17,8 @@ import pytest
 
 from inferc import __version__
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STAGES = ("frontend", "passes", "codegen", "runtime", "serve")
 

@@ -72,6 +72,7 @@ def schemathesis(server: Server, examples: int, seed: int, folder: Path) -> int:
     return int(done.stdout.partition("Test cases:")[2].split()[0])
 
 
+@pytest.mark.slow
 def test_what_schemathesis_sends(target: Server, tmp_path: Path) -> None:
     engine = target.engine.pid
     assert schemathesis(target, 25, 1, tmp_path) > 500

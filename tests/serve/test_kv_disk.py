@@ -26,6 +26,7 @@ def blocks_stored(server: Server) -> int:
         return int(client.loads().blocks_stored)
 
 
+@pytest.mark.quick("terminate")
 @pytest.mark.parametrize("ending", ["terminate", "kill"])
 def test_a_server_finds_what_the_one_before_it_had(tiny_artifact: Path, tmp_path: Path, ending: str) -> None:
     with Server(tiny_artifact, "--kv-disk", str(tmp_path)) as server:
@@ -47,6 +48,7 @@ def test_a_server_finds_what_the_one_before_it_had(tiny_artifact: Path, tmp_path
         assert loads.blocks_found_on_disk == 3 and loads.blocks_damaged == 0 and 0 < loads.disk_usage < 1
 
 
+@pytest.mark.slow
 def test_what_was_damaged_is_computed_and_said(tiny_artifact: Path, tmp_path: Path) -> None:
     with Server(tiny_artifact, "--kv-disk", str(tmp_path)) as server:
         first = ask(server)
@@ -63,6 +65,7 @@ def test_what_was_damaged_is_computed_and_said(tiny_artifact: Path, tmp_path: Pa
         assert "is not used" in server.log and "its checksum does not match" in server.log
 
 
+@pytest.mark.slow
 def test_a_second_server_on_the_same_folder_is_refused(tiny_artifact: Path, tmp_path: Path) -> None:
     with Server(tiny_artifact, "--kv-disk", str(tmp_path)):
         refused = run_inferc("serve", tiny_artifact, "--grpc-port", "0", "--http-port", "0", "--kv-disk", tmp_path)

@@ -36,6 +36,7 @@ def health(address: str) -> int:
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
+@pytest.mark.slow
 def test_the_cache_that_was_asked_for_is_there_before_requests_are(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--kv-memory", "400MiB") as server:
         wait_until(lambda: server.engine.memory_info().rss > 400 << 20, "the engine has its memory")
@@ -80,6 +81,7 @@ def test_a_hung_engine_is_killed_and_comes_back(tiny_artifact: Path) -> None:
         assert len(client.complete("xyz", max_tokens=6, **GREEDY)[0].token_ids) == 6
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_dying_is_given_up(tiny_artifact: Path) -> None:
     with Server(tiny_artifact) as server, Client(server.address, retries=0) as client:
         deadline = time.monotonic() + 60
@@ -95,6 +97,7 @@ def test_an_engine_that_keeps_dying_is_given_up(tiny_artifact: Path) -> None:
         assert server.process.wait(30) == 1
 
 
+@pytest.mark.slow
 def test_sigterm_while_the_engine_starts_again_loses_nothing(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--max-num-seqs", "1") as server, Client(server.address) as client:
         with ThreadPoolExecutor() as pool:
@@ -284,6 +287,7 @@ def test_sleep_and_wake_by_hand_keep_to_how_many_may_be_awake(one_awake: Server)
         client.wake_model("one")
 
 
+@pytest.mark.slow
 def test_sigterm_answers_who_waits_for_a_place(tiny_artifact: Path) -> None:
     options = ("--max-awake", "1", "--kv-memory", "8MB")
     with Server(f"one={tiny_artifact}", f"two={tiny_artifact}", *options) as server, ThreadPoolExecutor() as pool:

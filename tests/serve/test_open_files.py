@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
+import pytest
 from http_calls import request
 from serving import Server
 
@@ -40,6 +41,7 @@ def test_the_soft_limit_is_raised_to_what_streams_take(tiny_artifact: Path) -> N
         assert (WARNING in server.log) == (want < 1536)
 
 
+@pytest.mark.slow
 def test_a_hard_limit_that_is_too_low_is_told(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, under=under("-n 300")) as server:
         assert limits(server) == (300, 300)
@@ -47,11 +49,13 @@ def test_a_hard_limit_that_is_too_low_is_told(tiny_artifact: Path) -> None:
         assert request(server.url, "/health").status == 200
 
 
+@pytest.mark.slow
 def test_what_is_high_enough_stays(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, under=under("-n 4000")) as server:
         assert limits(server) == (4000, 4000) and WARNING not in server.log
 
 
+@pytest.mark.slow
 def test_idle_connections_without_end_stop_nobody(tiny_artifact: Path) -> None:
     """Far more than there are files: the oldest give way, health answers, and the log stays short."""
     with Server(tiny_artifact, under=under("-n 300")) as server, ExitStack() as stack:

@@ -21,6 +21,8 @@ CHECKOUT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
 """The environment variables of another interpreter than the tests', which has packages of its own."""
 INFERC = (sys.executable, "-m", "inferc")
 START_SECONDS = 60.0
+FAKETIME = [*Path("/usr/lib").glob("*/faketime/libfaketime.so.1")]
+"""The library that gives a process another clock, if it is installed."""
 
 
 def run_inferc(

@@ -29,7 +29,11 @@ from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.runtime.step.plan import StepPlan
 
 ops = torch.ops.inferc
-pytestmark = [*needs_arm, pytest.mark.skipif("avx2" not in ISAS, reason="what it is compared with needs AVX2")]
+pytestmark = [
+    *needs_arm,
+    pytest.mark.slow,
+    pytest.mark.skipif("avx2" not in ISAS, reason="what it is compared with needs AVX2"),
+]
 
 
 @pytest.fixture(scope="module", params=ARM_ISAS)

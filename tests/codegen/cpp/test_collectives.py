@@ -81,6 +81,7 @@ def moe(dtype: torch.dtype) -> Model:
     return Model(module.to(dtype), dtype_name(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchange", "dtype"),
     [
@@ -101,6 +102,7 @@ def test_expert_ranks_compute_what_their_references_do(exchange: Any, dtype: tor
         assert_near(found.to(dtype), expected.to(dtype), factor=4.0)
 
 
+@pytest.mark.quick("float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
 def test_tensor_ranks_compute_what_their_references_do(dtype: torch.dtype) -> None:
     model = Model(random_module("llama").to(dtype), dtype_name(dtype))
@@ -109,6 +111,7 @@ def test_tensor_ranks_compute_what_their_references_do(dtype: torch.dtype) -> No
         assert_near(found.to(dtype), expected.to(dtype), factor=4.0)
 
 
+@pytest.mark.slow
 def test_exchanged_rows_with_gaps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a plan that pads all rows of a multiple of 512 bytes would have them."""
     model = Model(random_module("llama", hidden_size=128))

@@ -60,6 +60,7 @@ def test_layers_bear_the_names_of_nodes(artifact: Path) -> None:
     assert "12 kv_cache_update" in done.stdout and "for sm_86" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_equal_input_gives_equal_bytes_but_for_the_plan(tmp_path: Path) -> None:
     """TensorRT-RTX orders what is in a plan by chance; nothing else is by chance."""
     found = []
@@ -128,6 +129,7 @@ def test_bfloat16_on_a_chip_without_it_is_refused_in_one_line(tmp_path: Path) ->
         compile(SHIPPED / "tiny-draft", tmp_path / "out", config)
 
 
+@pytest.mark.slow
 def test_the_other_targets_do_not_import_it() -> None:
     code = "import sys, inferc.compiler.build, inferc.codegen.tensorrt.table; assert 'tensorrt_rtx' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

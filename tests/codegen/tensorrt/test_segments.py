@@ -69,6 +69,7 @@ def test_segments_of_a_family_compute_what_its_references_do(name: str, quantize
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=float(1e-5 * theirs.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "names", "calls"),
     [

@@ -167,6 +167,7 @@ def test_tied_weights_stored_twice(same: bool, tmp_path: Path, caplog: pytest.Lo
     assert ("kept apart" in caplog.text) != same
 
 
+@pytest.mark.slow
 def test_layers_that_the_class_declares_ignorable_are_listed(tmp_path: Path) -> None:
     """DeepSeek V3 stores a layer more, which predicts a second token."""
     family = FAMILIES["deepseek_v3"]

@@ -136,6 +136,7 @@ def test_a_template_may_write_any_token_that_has_a_name(folder: Path, tmp_path: 
     assert text.render_chat([{"role": "user", "content": "hi"}]).startswith("<unk></s><s><|user|>hi")
 
 
+@pytest.mark.slow
 def test_a_template_that_loses_the_users_words_is_named(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

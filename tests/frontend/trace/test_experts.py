@@ -68,6 +68,7 @@ def test_another_gate_is_refused_by_name() -> None:
         gate_of(Experts(torch.nn.Tanh()))
 
 
+@pytest.mark.slow
 def test_dense_experts_are_told_by_their_parts(tmp_path: Any) -> None:
     sizes: dict[str, Any] = {
         "num_local_experts": 4,
@@ -83,6 +84,7 @@ def test_dense_experts_are_told_by_their_parts(tmp_path: Any) -> None:
     assert not is_dense(Experts(torch.nn.SiLU()))
 
 
+@pytest.mark.slow
 def test_experts_weighed_among_those_near_are_one_routing(tmp_path: Any) -> None:
     program = capture(make_odd_model("phimoe", tmp_path / "m", num_hidden_layers=1), "float32")
     (routing,) = program.graph.find_nodes(op="call_function", target=torch.ops.inferc.moe_routing.default)

@@ -26,6 +26,7 @@ def test_the_first_position_is_the_classes_own(model_type: str, padding: int | N
     assert context_length(config).trained == 128 - first
 
 
+@pytest.mark.slow
 def test_a_table_of_positions_loses_the_rows_in_front(tmp_path: Path) -> None:
     program: Program = capture(make_odd_model("roberta", tmp_path / "m", num_hidden_layers=1), "float32")
     assert program.info["max_model_len"] == 125
@@ -33,6 +34,7 @@ def test_a_table_of_positions_loses_the_rows_in_front(tmp_path: Path) -> None:
     assert added[0].args == (program.input("positions"), 3)
 
 
+@pytest.mark.slow
 def test_positions_that_are_not_the_models_own_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def later(config: Any) -> int:
         return 4
@@ -44,6 +46,7 @@ def test_positions_that_are_not_the_models_own_are_caught(tmp_path: Path, monkey
         capture(folder, "float32")
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_a_single_number_is_a_weight_of_one_element(tmp_path: Path) -> None:
     program = capture(make_odd_model("apertus", tmp_path / "m", num_hidden_layers=1), "float32")
     weight = program.weights["layers.0.mlp.act_fn.beta"]

@@ -59,6 +59,7 @@ def test_longrope_takes_short_or_long_factors(length: int, first: float, tmp_pat
     assert torch.equal(model.model.rotary_emb.inv_freq, found)
 
 
+@pytest.mark.slow
 def test_longrope_is_captured_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = checkpoint_with(LONG, tmp_path / "m")
     caplog.set_level(logging.WARNING, "torch.__trace")
@@ -73,6 +74,7 @@ def test_longrope_is_captured_with_a_warning(tmp_path: Path, caplog: pytest.LogC
     assert float(found[0]) == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "scale"), [(32, 1.5), (33, 0.5)])
 def test_a_scale_that_depends_on_length_is_fixed_with_the_rope(length: int, scale: float, tmp_path: Path) -> None:
     """Phi-3.5-MoE's: its frequencies are made in every forward pass, by its config alone."""
@@ -87,6 +89,7 @@ def test_a_scale_that_depends_on_length_is_fixed_with_the_rope(length: int, scal
     assert program.info["rope"][0]["differs_up_to"] == (0 if length == 32 else 32)
 
 
+@pytest.mark.slow
 def test_what_a_class_makes_of_dynamic_rope_itself_is_kept(tmp_path: Path) -> None:
     """HunYuan's files say "dynamic" and have an alpha, which scales all lengths alike."""
     folder = make_random_model("hunyuan_v1_moe", tmp_path / "m", num_hidden_layers=1)

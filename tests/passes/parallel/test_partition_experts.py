@@ -120,6 +120,7 @@ def test_only_tokens_of_a_ranks_experts_arrive() -> None:
         assert torch.equal(result, x * torch.tensor([[1.0], [1], [2], [1], [1]]))
 
 
+@pytest.mark.quick("mixtral-4")
 @pytest.mark.parametrize(
     ("name", "ep"),
     [
@@ -132,16 +133,19 @@ def test_ranks_together_are_the_whole(name: str, ep: int) -> None:
     assert_equal(name, Ranks(ep=ep))
 
 
+@pytest.mark.quick("mixtral")
 @pytest.mark.parametrize("name", MODELS)
 def test_sums_over_the_ranks_are_the_whole(name: str) -> None:
     assert_equal(name, Ranks(ep=4, exchange="all_reduce"))
 
 
+@pytest.mark.slow
 def test_redundant_experts_are_the_whole_in_any_chunks() -> None:
     placed = dict.fromkeys(range(2), balanced(LOADS, 4, 4))
     assert_equal("mixtral", Ranks(ep=4, placements=placed), chunk=5)
 
 
+@pytest.mark.slow
 def test_chunks_do_not_move_a_bit() -> None:
     """A token's replica depends on its position alone."""
     made = model("mixtral").ranks(Ranks(ep=4, placements=dict.fromkeys(range(2), balanced(LOADS, 4, 4))))
@@ -159,6 +163,7 @@ def test_collectives_and_bytes_of_a_rank() -> None:
         assert weight_bytes(each.program) == whole - experts + experts // 4 + tables
 
 
+@pytest.mark.slow
 def test_stages_of_expert_ranks() -> None:
     made = model("mixtral").ranks(Ranks(pp=2, ep=2))
     assert [(each.ep_rank, each.pp_stage) for each in made] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -188,6 +193,7 @@ def test_every_rank_holds_experts_and_none_twice(loads: list[float], num_redunda
     assert {rank for ranks in placement for rank in ranks} == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_a_profile_is_saved_and_read(tmp_path: Path) -> None:
     loads = ExpertLoads()
     loads.add(1, [3, 0, 2, 9, 0, 0, 1, 1])

@@ -163,6 +163,7 @@ def test_packed_projections_are_split_part_by_part() -> None:
 # --------------------------------------------------------------------------------------------- whole models
 
 
+@pytest.mark.quick("llama-4", "mixtral-4")
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
@@ -214,6 +215,7 @@ def test_kv_groups_hold_the_ranks_own_heads() -> None:
     assert [node.name for node in second.inputs()][:3] == ["token_ids", "positions", "hidden_in"]
 
 
+@pytest.mark.slow
 def test_one_rank_is_what_lowering_makes() -> None:
     module = random_module("llama")
     whole, (alone,) = export_module(module, "float32"), lower_ranks(export_module(module, "float32"), CONFIG, Ranks())
@@ -224,6 +226,7 @@ def test_one_rank_is_what_lowering_makes() -> None:
 # ------------------------------------------------------------------------------------------------ refusals
 
 
+@pytest.mark.slow
 def test_heads_that_do_not_divide_say_what_would() -> None:
     with pytest.raises(
         UnsupportedError, match=r"layers\.0\.attention\.out: 4 heads do not divide over --tp 3; use --tp 2, 4$"
@@ -235,6 +238,7 @@ def test_heads_that_do_not_divide_say_what_would() -> None:
         shard(prepared, tp=2)
 
 
+@pytest.mark.slow
 def test_a_norm_over_all_heads_is_named() -> None:
     prepared = Model(random_module("olmo2")).prepared
     with pytest.raises(

@@ -17,6 +17,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Ranks]] = {
 PROMPTS = [torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (21, 6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [Ranks(tp=2), Ranks(pp=2)], ids=["tp", "pp"])
 def test_ranks_store_their_heads_in_int8(ranks: Ranks) -> None:
     """Rows are rounded head by head, so ranks round as the whole does but for ties of another order of additions."""
@@ -34,6 +35,7 @@ def test_ranks_store_their_heads_in_int8(ranks: Ranks) -> None:
     assert sum(bytes_per_token) == sum(group.bytes_per_token for group in alone)
 
 
+@pytest.mark.quick("ep-int4")
 @pytest.mark.parametrize(
     ("kind", "scheme"),
     [

@@ -182,6 +182,7 @@ def arrivals(draw: st.DrawFn) -> Arrival:
 GROUPS = st.sampled_from([(FULL,), (FULL, WINDOW), (LATENT, FULL), (WINDOW,), (CHUNK, WINDOW), (CHUNK, FULL, LATENT)])
 
 
+@pytest.mark.slow
 @given(GROUPS, st.data(), st.lists(arrivals(), min_size=1, max_size=8))
 def test_whatever_runs_a_router_knows_what_the_cache_holds(
     groups: tuple[CacheGroup, ...], data: st.DataObject, requests: list[Arrival]

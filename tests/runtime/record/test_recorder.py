@@ -144,6 +144,7 @@ def test_a_log_probability_comes_back_as_the_float32_it_was(recorded: Path, tmp_
     assert np.array(found, np.float32).tobytes() == np.array(values, np.float32).tobytes()
 
 
+@pytest.mark.slow
 def test_what_differs_is_said_first_by_place(recorded: Path, tmp_path: Path, tiny_artifact: Path) -> None:
     recording = read_recording(recorded)
     victim = next(each for each in recording.requests if len(each.sequences[0].token_ids) > 8)
@@ -193,6 +194,7 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_refused(recorded: Pat
         read_recording(tmp_path / "missing.jsonl")
 
 
+@pytest.mark.slow
 def test_replay_refuses_what_cannot_give_the_same_bits(recorded: Path, tiny_artifact: Path, tmp_path: Path) -> None:
     recording, artifact = read_recording(recorded), load_artifact(tiny_artifact)
     header, its = recording.header, recording.header.identity
@@ -235,6 +237,7 @@ def test_a_recording_goes_on_but_never_another_ones(recorded: Path, tiny_artifac
         inferc.LLM(tiny_artifact, record=str(tmp_path / "none" / "r.jsonl"))
 
 
+@pytest.mark.slow
 def test_what_a_sequence_forgets_is_forgotten_again(tiny_artifact: Path, tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     record(tiny_artifact, file, kv_evict="sinks:4+window:32", max_num_batched_tokens=40)
@@ -282,6 +285,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tiny_artifact: Path, tm
     assert 0 < len(recording.requests) < 8 and not recording.is_torn
 
 
+@pytest.mark.slow
 def test_a_served_recording_replays(tiny_artifact: Path, tmp_path: Path) -> None:
     file = tmp_path / "served.jsonl"
     few = ("--max-num-seqs", "4")  # n = 64 is then half a minute's work, and not over before it is aborted
@@ -307,6 +311,7 @@ def test_a_served_recording_replays(tiny_artifact: Path, tmp_path: Path) -> None
     assert one.returncode == 0 and one.stdout.startswith("equal: 1 requests, 2 sequences, 18 tokens")
 
 
+@pytest.mark.slow
 def test_the_runtime_records_without_torch(tiny_artifact: Path, tmp_path: Path) -> None:
     code = (
         "import sys, inferc\n"

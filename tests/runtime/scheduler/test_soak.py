@@ -153,6 +153,7 @@ def soak(steps: int, seed: int) -> dict[str, int]:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "steps"), [(1, 5_000), pytest.param(2, 50_000, marks=pytest.mark.slow)])
 def test_many_steps(seed: int, steps: int) -> None:
     total = soak(steps, seed)

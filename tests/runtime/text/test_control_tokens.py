@@ -48,6 +48,7 @@ def said(*contents: Any) -> list[dict[str, Any]]:
     return [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(content=TEXTS.filter(lambda text: not has_control(text)))
 def test_a_text_without_control_tokens_has_the_same_ids_under_all_three(texts: dict[str, Text], content: str) -> None:

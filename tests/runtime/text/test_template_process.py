@@ -115,6 +115,7 @@ def test_no_process_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not isinstance(caught.value, RequestError)
 
 
+@pytest.mark.slow
 def test_it_ends_when_it_is_closed_or_nobody_has_it() -> None:
     template = make()
     template.render(said("hi"))

@@ -193,6 +193,7 @@ def test_a_large_message_is_read(served: str) -> None:
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "has 31457280 characters" in error.details()
 
 
+@pytest.mark.slow
 def test_a_message_that_grows_beyond_the_bounds_as_it_is_unpacked_ends_the_call_alone(tiny_artifact: Any) -> None:
     """gRPC ends the call itself, and who is at it is told by an error of its own."""
     with Server(tiny_artifact) as server, grpc.insecure_channel(server.address) as channel:

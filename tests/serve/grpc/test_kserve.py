@@ -30,6 +30,7 @@ def whole(served: str, prompt: str | list[int], **more: Any) -> Any:
         return client.complete(prompt, **{**GREEDY, **more})[0]
 
 
+@pytest.mark.slow
 def test_tritonclient_asks_about_server_and_model(seen: Any, tiny_artifact: Path) -> None:
     assert seen["live"] and seen["ready"] and seen["model_ready"] == [True, False, False]
     assert seen["server"]["name"] == "inferc" and "model_repository" in seen["server"]["extensions"]
@@ -42,6 +43,7 @@ def test_tritonclient_asks_about_server_and_model(seen: Any, tiny_artifact: Path
     assert seen["index"]["models"] == [{"name": tiny_artifact.name, "version": "1", "state": "READY"}]
 
 
+@pytest.mark.slow
 def test_tritonclient_generates(seen: Any, served: str) -> None:
     want = whole(served, "def add(")
     assert seen["infer"] == {
@@ -57,6 +59,7 @@ def test_tritonclient_generates(seen: Any, served: str) -> None:
     assert seen["by_ids"] == list(whole(served, [5, 6, 7]).token_ids)
 
 
+@pytest.mark.slow
 def test_tritonclient_streams(seen: Any, served: str) -> None:
     want = whole(served, "def add(", max_tokens=200).text
     for name in ("stream", "stream_with_end"):
@@ -67,6 +70,7 @@ def test_tritonclient_streams(seen: Any, served: str) -> None:
     assert not texts and "input sampling_parameters is not JSON" in error
 
 
+@pytest.mark.slow
 def test_tritonclient_is_told_what_is_wrong(seen: Any) -> None:
     errors = seen["errors"]
     assert errors["model"].startswith("StatusCode.NOT_FOUND: model 'none' is not served here")
@@ -78,12 +82,14 @@ def test_tritonclient_is_told_what_is_wrong(seen: Any) -> None:
     assert errors["client_timeout"].startswith("StatusCode.DEADLINE_EXCEEDED")
 
 
+@pytest.mark.slow
 def test_tritonclient_reads_statistics(seen: Any) -> None:
     (model,) = seen["statistics"]["model_stats"]
     success = model["inference_stats"]["success"]
     assert int(success["count"]) >= 7 and int(success["ns"]) > 0 and int(model["execution_count"]) > 8
 
 
+@pytest.mark.slow
 def test_messages_are_those_of_tritonclient(seen: Any) -> None:
     """Every field that is declared here has the number and the type that it has there."""
     theirs = seen["fields"]
@@ -113,6 +119,7 @@ def grpcurl(*arguments: str) -> str:
     return result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_grpcurl_lists_and_describes(served: str) -> None:
     assert grpcurl(served, "list").split() == [
         "grpc.health.v1.Health",
@@ -125,6 +132,7 @@ def test_grpcurl_lists_and_describes(served: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_grpcurl_calls(served: str) -> None:
     request = json.dumps({"text": "def add(", "sampling": {"temperature": 0, "max_tokens": 8, "ignore_eos": True}})
     answer = json.loads(grpcurl("-d", request, served, "inferc.v1.InferenceService/Complete"))
@@ -134,6 +142,7 @@ def test_grpcurl_calls(served: str) -> None:
     assert "Code: NotFound" in grpcurl("-d", request, served, "inference.GRPCInferenceService/ModelInfer")
 
 
+@pytest.mark.slow
 def test_health_by_grpcurl(served: str) -> None:
     check = "grpc.health.v1.Health/Check"
     for service in ("", KSERVE.full_name, "inferc.v1.InferenceService", "grpc.health.v1.Health"):

@@ -340,6 +340,7 @@ def watch(channel: grpc.Channel, seen: list[int]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 def test_sigterm_lets_running_requests_end(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--max-num-seqs", "1") as server, Client(server.address) as client:
         seen: list[int] = []
@@ -360,6 +361,7 @@ def test_sigterm_lets_running_requests_end(tiny_artifact: Path) -> None:
     assert tokens == 32 * 200
 
 
+@pytest.mark.slow
 def test_sigterm_while_it_loads_ends_it_at_once(tiny_artifact: Path) -> None:
     command = [*INFERC, "serve", str(tiny_artifact), "--grpc-port", "0", "--http-port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
@@ -382,6 +384,7 @@ def test_a_port_in_use_is_known_before_anything_is_loaded(served: str, tmp_path:
     assert [signal.getsignal(number) for number in NUMBERS] == handlers
 
 
+@pytest.mark.slow
 def test_an_objective_that_can_not_be_met_is_told_as_such(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--policy", "slo", "--tbt-ms", "200") as server, Client(server.address) as client:
         wishes = {"priority": 3, "client": "me", "ttft_ms": 60_000.0, "tbt_ms": 5000.0}
@@ -401,6 +404,7 @@ def test_an_objective_that_can_not_be_met_is_told_as_such(tiny_artifact: Path) -
         assert 0 < loads.length_error and 0 < loads.length_error_of_mean
 
 
+@pytest.mark.slow
 def test_sigterm_cuts_off_what_takes_too_long(tiny_artifact: Path) -> None:
     options = ("--max-num-seqs", "1", "--drain-seconds", "0.2")
     with Server(tiny_artifact, *options) as server, Client(server.address) as client:
@@ -421,6 +425,7 @@ def test_the_engine_does_not_outlive_its_server(tiny_artifact: Path) -> None:
         wait_until(lambda: not psutil.pid_exists(engine.pid), "the engine's process has ended")
 
 
+@pytest.mark.slow
 def test_serving_loads_neither_torch_nor_transformers(served: str, tiny_artifact: Path) -> None:
     with Server(tiny_artifact) as server, Client(server.address) as client:
         client.complete("abc", max_tokens=2)

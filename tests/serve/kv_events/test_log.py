@@ -282,6 +282,7 @@ def test_serve_refuses_what_cannot_be_published(tmp_path: Path, options: tuple[s
     assert done.returncode == 2 and message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_serve_refuses_a_port_that_another_publisher_has(tmp_path: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as socket:
         socket.bind("tcp://127.0.0.1:0")
@@ -464,6 +465,7 @@ def test_subscriptions_end_with_the_server(tiny_artifact: Path) -> None:
         assert server.process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_subscriptions_go_on_with_the_next_engine(tiny_artifact: Path) -> None:
     """What the engine that died held can not be found any more, and what the next one holds can."""
     with Server(tiny_artifact, "--kv-events", "grpc") as server, Client(server.address, timeout=60) as client:
@@ -480,6 +482,7 @@ def test_subscriptions_go_on_with_the_next_engine(tiny_artifact: Path) -> None:
         assert next(live).events[0].HasField("cleared")
 
 
+@pytest.mark.slow
 def test_a_subscriber_hears_of_a_model_that_is_loaded_again(tiny_artifact: Path, tmp_path: Path) -> None:
     config = KvPublisherConfig(f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay", TOPIC)
     options = ("--kv-events", config.endpoint, "--kv-events-replay", config.replay or "", "--kv-events-topic", TOPIC)

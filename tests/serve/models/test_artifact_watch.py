@@ -195,6 +195,7 @@ def reference_manifest(tiny_artifact: Path) -> bytes:
 # -------------------------------------------------------------------------------------------- trusted keys
 
 
+@pytest.mark.slow
 def test_models_that_are_loaded_while_it_runs_are_held_to_the_same_keys(tiny_artifact: Path, tmp_path: Path) -> None:
     new_key(tmp_path / "release.key")
     key = read_private_key(tmp_path / "release.key")

@@ -86,6 +86,7 @@ def test_a_model_for_vectors_that_is_compiled_for_what_makes_none(target: str, r
             asyncio.run(work)
 
 
+@pytest.mark.slow
 def test_openai_and_langchain(embedding: Server) -> None:
     seen: Any = run_client("openai", "check_embeddings.py", embedding.url, "embedder")
     with Client(embedding.address) as client:
@@ -134,6 +135,7 @@ def test_as_many_texts_as_are_documented(embedding: Server) -> None:
     assert reply.status == 200 and [each["index"] for each in reply.json["data"]] == list(range(MAX_INPUTS))
 
 
+@pytest.mark.slow
 def test_a_call_is_one_request_of_its_key(embedding: Server, tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     write_keys(file, [Key("a", digest_of("k"), requests_per_minute=10, tokens_per_minute=1000, max_concurrent=1)])

@@ -118,6 +118,7 @@ def test_a_hostile_template_is_refused_and_all_else_goes_on(hostile: Path, tiny_
         assert not [each for each in children if each.is_running()]
 
 
+@pytest.mark.slow
 def test_a_conversation_that_is_being_rendered_is_answered_before_the_server_ends(hostile: Path) -> None:
     with Server(f"bad={hostile}", "--drain-seconds", "60") as server, ThreadPoolExecutor(1) as pool:
         assert chat(server.url, "bad", "hi").status == 200
@@ -130,6 +131,7 @@ def test_a_conversation_that_is_being_rendered_is_answered_before_the_server_end
         assert server.process.wait(30) == 0 and "Traceback" not in server.log
 
 
+@pytest.mark.slow
 def test_who_is_cut_off_by_the_end_of_the_server_is_told_so(hostile: Path) -> None:
     with Server(f"bad={hostile}", "--drain-seconds", "0") as server, ThreadPoolExecutor(1) as pool:
         assert chat(server.url, "bad", "hi").status == 200

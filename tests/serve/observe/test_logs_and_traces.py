@@ -56,6 +56,7 @@ def test_lines_for_people_and_for_programs() -> None:
     assert "request_id" not in json.loads(JsonFormatter().format(record("idle")))
 
 
+@pytest.mark.slow
 def test_a_server_logs_requests_as_objects(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--log-format", "json", "--log-requests") as server:
         body = {"prompt": [5] * 40, "max_tokens": 4, "ignore_eos": True}
@@ -135,6 +136,7 @@ def test_a_trace_goes_from_the_request_to_its_steps(tiny_artifact: Path, collect
     assert failed.status.message == "invalid"
 
 
+@pytest.mark.slow
 def test_only_a_share_of_requests_is_traced(tiny_artifact: Path, collector: Collector) -> None:
     with Server(tiny_artifact, "--otlp-endpoint", collector.url, "--trace-ratio", "0") as server:
         for header in ({}, {"traceparent": "nonsense"}, {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}):
@@ -144,6 +146,7 @@ def test_only_a_share_of_requests_is_traced(tiny_artifact: Path, collector: Coll
     assert {span.trace_id.hex() for span in collector.spans} == {"a" * 32}, "whose client wants it"
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_not_there_is_nobodys_problem(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--otlp-endpoint", "http://127.0.0.1:9") as server:
         assert request(server.url, COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status == 200

@@ -3,7 +3,10 @@
 import asyncio
 import http.client
 import json
+import os
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +22,7 @@ import pytest
 from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_calls import request
-from serving import Server, run_inferc, wait_until
+from serving import FAKETIME, Server, run_inferc, wait_until
 
 from inferc.client import AsyncClient, Client, ServerError, Tls
 from inferc.errors import RequestError
@@ -92,6 +95,7 @@ def test_nobody_without_a_key(locked: Server) -> None:
         assert client.complete("abc", **SHORT)
 
 
+@pytest.mark.slow
 def test_tokenizing_is_a_request_of_its_key(tiny_artifact: Path, tmp_path: Path) -> None:
     names = {"alice": 2, "bob": 2, "carol": None}
     write_keys(tmp_path / "k", [Key(name, digest_of(name), requests_per_minute=rate) for name, rate in names.items()])
@@ -208,6 +212,7 @@ def test_a_key_has_its_number_at_once(locked: Server) -> None:
         assert client.complete("abc", **SHORT)
 
 
+@pytest.mark.slow
 def test_who_says_no_length_gets_what_is_allowed(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--max-output-tokens", "5") as server:
         body = {"prompt": "abc", "ignore_eos": True}
@@ -248,6 +253,7 @@ def test_keys_are_changed_without_a_restart(tiny_artifact: Path, tmp_path: Path)
         assert alice not in server.log and alice not in file.read_text()
 
 
+@pytest.mark.slow
 def test_the_command_that_makes_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     options = ("--admin", "--tokens-per-minute", "1000", "--max-n", "2", "--expires", "2999-01-01", "--salted")
@@ -303,6 +309,7 @@ def queueing(server: Server, least: int) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_what_would_wait_too_long_is_refused_at_once(tiny_artifact: Path) -> None:
     with (
         Server(tiny_artifact, "--max-num-seqs", "1", "--max-queue-seconds", "0.5") as server,
@@ -319,6 +326,7 @@ def test_what_would_wait_too_long_is_refused_at_once(tiny_artifact: Path) -> Non
             assert reply.status == 429 and int(reply.headers["retry-after"]) >= 1
 
 
+@pytest.mark.slow
 def test_a_deadline_that_cannot_be_kept_is_told_at_once(tiny_artifact: Path) -> None:
     with (
         Server(tiny_artifact, "--max-num-seqs", "1") as server,
@@ -387,6 +395,7 @@ def test_both_endpoints_speak_tls_and_take_new_certificates(tiny_artifact: Path,
             plain.complete("abc", **SHORT)
 
 
+@pytest.mark.slow
 def test_only_clients_with_a_certificate(tiny_artifact: Path, tmp_path: Path) -> None:
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     cert, key = ours.issue("server")
@@ -448,27 +457,34 @@ def test_no_session_outlives_the_authority_of_its_client(version: ssl.TLSVersion
         shake(session)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not FAKETIME, reason="libfaketime is not installed")
 def test_an_expired_certificate(tiny_artifact: Path, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.issue("server", timedelta(days=-1))
     done = run_inferc("serve", tiny_artifact, "--tls-cert", cert, "--tls-key", key)
     assert done.returncode == 2 and f"{cert}: the certificate expired on 20" in done.stderr
-    authority.issue("server", timedelta(seconds=4))
+    authority.issue("server", timedelta(hours=1))
     with Server(tiny_artifact, "--tls-cert", str(cert), "--tls-key", str(key)) as server:
         assert "the certificate expires in 0 days; renew it" in server.log
         assert https(server, trusting(authority.ca)) == 200
-
-        def is_refused() -> bool:
-            try:
-                https(server, trusting(authority.ca))
-            except ssl.SSLCertVerificationError as error:
-                return "certificate has expired" in str(error)
-            return False
-
-        wait_until(is_refused, "clients refuse it")
+        assert "certificate has expired" in https_later(server, authority.ca), "clients refuse it"
         authority.issue("server")
-        wait_until(lambda: not is_refused(), "and take the next one, without a restart")
-        assert https(server, trusting(authority.ca)) == 200
+        wait_until(lambda: https_later(server, authority.ca) == "200\n", "and take the next one, without a restart")
+
+
+def https_later(server: Server, ca: Path) -> str:
+    """What a client gets whose clock is two hours ahead."""
+    script = (
+        "import http.client, ssl, sys; from urllib.parse import urlsplit\n"
+        "context = ssl.create_default_context(cafile=sys.argv[1])\n"
+        "client = http.client.HTTPSConnection('localhost', urlsplit(sys.argv[2]).port, timeout=20, context=context)\n"
+        "try: client.request('GET', '/health'); print(client.getresponse().status)\n"
+        "except ssl.SSLCertVerificationError as error: print(error)\n"
+    )
+    env = {**os.environ, "LD_PRELOAD": str(FAKETIME[0]), "FAKETIME": "+2h", "DONT_FAKE_MONOTONIC": "1"}
+    command = [sys.executable, "-c", script, str(ca), str(server.url)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(
@@ -510,6 +526,7 @@ def test_no_page_from_elsewhere_asks_an_open_server(url: str, locked: Server) ->
     assert ask(locked, "alice-key", host="llm.example").status == 200
 
 
+@pytest.mark.slow
 def test_insecure_says_that_it_is_meant(tiny_artifact: Path) -> None:
     with (
         Server(tiny_artifact, "--host", "0.0.0.0", "--insecure") as server,
@@ -519,6 +536,7 @@ def test_insecure_says_that_it_is_meant(tiny_artifact: Path) -> None:
         assert request(server.url, "/v1/models", headers={"host": "llm.example"}).status == 200
 
 
+@pytest.mark.slow
 def test_the_async_client_has_keys_and_tls_too(tiny_artifact: Path, tmp_path: Path, keys: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.issue("server")

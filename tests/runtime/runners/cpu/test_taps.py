@@ -172,6 +172,7 @@ def test_generate_writes_one_file_of_all_prompts(tiny_artifact: Path, tmp_path: 
             assert values["position"][values["request"] == str(number)][0] == 0
 
 
+@pytest.mark.slow
 def test_a_server_keeps_what_requests_ask_for(tiny_artifact: Path, tmp_path: Path) -> None:
     folder = tmp_path / "taps"
     with (

@@ -134,12 +134,14 @@ def test_what_an_artifact_leaves_to_a_library(artifacts: Path) -> None:
     assert not any(record["library"] for record in ptx), "on a chip that is not known yet nothing was measured"
 
 
+@pytest.mark.slow
 def test_an_artifact_for_a_gpu_has_the_same_bytes_again(artifacts: Path, tmp_path: Path) -> None:
     """With what was measured of a library left out, those of one that was compiled without."""
     compile(artifacts / "models" / "llama", tmp_path / "again", CompileConfig(target="cuda:sm_90", certify="none"))
     assert (tmp_path / "again" / "engine.json").read_bytes() == (artifacts / "llama" / "engine.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_another_chip_leaves_the_weights_alone(
     artifacts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,6 +185,7 @@ def test_there_is_no_gpu_here(artifacts: Path) -> None:
         load_engine(artifacts / "llama")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "capability"), [("llama", [12, 0]), pytest.param("llama-library", [9, 0], marks=pytest.mark.slow)]
 )

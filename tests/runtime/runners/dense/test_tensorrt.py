@@ -29,6 +29,8 @@ from inferc.runtime.engine.load import load_engine
 from inferc.runtime.runners.cuda import driver
 from inferc.runtime.runners.dense.tensorrt import Profile, pieces_of
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = Path(__file__).parents[4] / "examples" / "models"
 Array = NDArray[Any]
 Made = tuple[Path, Mapping[str, Known]]

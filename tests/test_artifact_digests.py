@@ -1,0 +1,48 @@
+"""That sources changed and artifacts did not: digests of what was compiled before, and the tool that makes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artifact_digests import OPTIONS, code_of, differences, digests, versions
+
+RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "artifact_digests.json").read_text())
+
+
+def assert_as_recorded(*names: str) -> None:
+    if versions() != RECORDED["versions"]:
+        pytest.skip(f"the digests are of other versions: {RECORDED['versions']}")
+    for name in names:
+        model, option = name.split()
+        found = digests([model], options=[option])["artifacts"]
+        assert isinstance(found, dict)
+        assert found[name] == RECORDED["artifacts"][name], (
+            f"{name} is compiled otherwise than before; if that is meant, record it: python tools/artifact_digests.py"
+            " -o tests/artifact_digests.json"
+        )
+
+
+def test_an_artifact_is_as_it_was() -> None:
+    assert_as_recorded("tiny-draft int8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("model", ["tiny-draft", "tiny-llama", "tiny-moe"])
+def test_artifacts_are_as_they_were(model: str, option: str) -> None:
+    assert_as_recorded(f"{model} {option}")
+
+
+def test_comments_are_no_code() -> None:
+    source = 'int a = 1;  // one\n/* two\n   lines */ const char* b = "// not /* this";\n'
+    assert code_of(source) == 'int a = 1; const char* b = "// not /* this";'
+
+
+def test_differences_are_named() -> None:
+    of = {"torch": "1"}
+    before: dict[str, Any] = {"versions": of, "artifacts": {"a int8": {"weights": "x", "graph": "y"}, "b": {}}}
+    after: dict[str, Any] = {"versions": of, "artifacts": {"a int8": {"weights": "x", "graph": "z"}}}
+    assert differences(before, before) == []
+    assert differences(before, after) == ["a int8: graph differs", "b: only before"]
+    assert differences(before, {**after, "versions": {"torch": "2"}})[0].startswith("not comparable")
