@@ -23,10 +23,6 @@ def assert_as_recorded(*names: str) -> None:
         )
 
 
-def test_an_artifact_is_as_it_was() -> None:
-    assert_as_recorded("tiny-draft int8")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("model", ["tiny-draft", "tiny-llama", "tiny-moe"])

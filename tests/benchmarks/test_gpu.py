@@ -31,7 +31,7 @@ from inferc.errors import UnsupportedError
 from inferc.runtime.runners.cuda import cublaslt, driver, shared_prefixes
 from inferc.targets import ARCHS
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 ON_FAKE_GPU = Path(__file__).parents[1] / "support" / "on_fake_gpu.py"
 

@@ -19,6 +19,8 @@ from inferc.frontend.text.pooling import pooling
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.llm import LLM
 
+pytestmark = pytest.mark.slow
+
 TYPES = "sentence_transformers.models."
 RNG = np.random.default_rng(0)
 TEXTS = [RNG.integers(5, 250, size).tolist() for size in (1, 2, 31, 32, 33, 100, 200, 7, 7, 64)]

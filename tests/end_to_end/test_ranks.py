@@ -91,7 +91,7 @@ def generated(path: Path) -> list[list[int]]:
         return [list(result.outputs[0].token_ids) for result in llm.generate(prompts(), params)]
 
 
-@pytest.mark.quick("pp2", "ep2")
+@pytest.mark.quick("ep2")
 @pytest.mark.parametrize(
     "name", ["tp2", "pp2", "ep2", pytest.param("tp2-pp2", marks=slow), pytest.param("ep3", marks=slow)]
 )
@@ -186,6 +186,7 @@ def test_the_certificate_says_what_the_ranks_moved(folder: Path, tmp_path: Path)
     assert all(row["ok"] for row in rows)
 
 
+@pytest.mark.slow
 @slow
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"ep": 2}, {"pp": 2}], ids=str)
 def test_bfloat16_ranks_stay_within_the_budget(sizes: dict[str, Any], tmp_path: Path) -> None:
@@ -214,6 +215,7 @@ def test_quantized_ranks_are_held_to_their_schemes_budget(scheme: str, tmp_path:
     assert "routers" in shown
 
 
+@pytest.mark.slow
 @slow
 @pytest.mark.parametrize("scheme", ["w8a8", pytest.param("int4", marks=slow)])
 def test_quantized_experts_of_ranks_are_held_to_their_schemes_budget(scheme: str, tmp_path: Path) -> None:

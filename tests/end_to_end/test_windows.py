@@ -25,6 +25,8 @@ from inferc.runtime.engine.load import load_engine
 from inferc.runtime.measure.profile import profile_step
 from inferc.runtime.runners.cpu.runner import CpuRunner
 
+pytestmark = pytest.mark.slow
+
 WINDOW = 24
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("mistral", {"sliding_window": WINDOW}),

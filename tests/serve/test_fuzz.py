@@ -27,7 +27,7 @@ from inferc.serve.grpc.server import INFERENCE, KSERVE
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.protos.inference import grpc_service_pb2 as kserve_pb
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 RAW = bytes
 LIMITS = ("--max-request-seconds", "2", "--max-output-tokens", "8", "--max-n", "4")

@@ -39,8 +39,8 @@ ALL_CLASSES = """
 ## All classes
 
 Each model type of `AutoModelForCausalLM` in transformers {version} was tried with a small random model whose sizes
-divide by little. It was compiled for the cpu target and gave the same tokens, with prompts whole and in chunks, and logits
-within 1e-4 of the largest; or it was refused. `make test-all` tries all of them again
+divide by little. It was compiled for the cpu target and gave the same tokens, with prompts whole and in chunks, and
+logits within 1e-4 of the largest; or it was refused. `make test-all` tries all of them again
 (`tests/end_to_end/test_all_classes.py`); `python tests/support/all_classes.py` tries them and writes the results.
 
 """

@@ -61,7 +61,9 @@ def test_the_invariant_order_depends_neither_on_the_batch_nor_on_chunks(interpre
 
 
 @pytest.mark.parametrize("which", ["one", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "arch", [arch if arch == "sm_90" else pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHS]
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_compiles_within_its_budget(kernel: str, arch: str, which: str) -> None:
     """`build` refuses what spills more than its source allows, does not fit a chip, or not its launch record."""

@@ -176,6 +176,7 @@ def test_ranks_together_are_the_whole(name: str, tp: int) -> None:
     assert_equal(name, Ranks(tp=tp))
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("name", ["llama", "tied", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_stages_one_after_the_other_are_the_whole(name: str) -> None:
     assert_equal(name, Ranks(pp=2))
@@ -185,6 +186,7 @@ def test_stages_of_ranks_are_the_whole() -> None:
     assert_equal("llama", Ranks(tp=2, pp=2))
 
 
+@pytest.mark.quick("llama", "mixtral")
 @pytest.mark.parametrize("name", MODELS)
 def test_collectives_of_a_layer(name: str) -> None:
     """One sum behind attention and one behind the MLP, or one for both where they are parallel; one gather."""

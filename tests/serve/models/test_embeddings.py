@@ -20,6 +20,7 @@ from inferc.client.scrape import Endpoint, Page
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import RequestError
+from inferc.manifest_types import Pooling
 from inferc.serve.grpc.inference_service import InferenceService
 from inferc.serve.http.edge import STARTS_AT_ONCE
 from inferc.serve.models.embedding import MAX_INPUTS, embed
@@ -77,7 +78,9 @@ def test_over_grpc(embedding: Server) -> None:
 def test_a_model_for_vectors_that_is_compiled_for_what_makes_none(target: str, ranks: int, message: str) -> None:
     """It is not told to be one that was not made for them."""
     artifact = SimpleNamespace(
-        model={"pooling": {"kind": "last", "normalize": True}}, manifest={"targets": [target]}, ranks=range(ranks)
+        model=SimpleNamespace(pooling=Pooling("last", True)),
+        manifest=SimpleNamespace(targets=[target]),
+        ranks=range(ranks),
     )
     model: Any = SimpleNamespace(name="m", embeds=False, artifact=artifact)
     models: Any = SimpleNamespace(get=lambda name: model)
