@@ -1,4 +1,4 @@
-"""That sources changed and artifacts did not: digests of what was compiled before, and the tool that makes them."""
+"""Compiled artifacts have the digests that were recorded of them, and the tool that makes the digests."""
 
 import json
 from pathlib import Path

@@ -77,6 +77,7 @@ LOOSE = {
         "conditions",
         "folder",
         "kernel",
+        "node_types",
         "pointwise",
         "reference",
         "segments",

@@ -84,10 +84,6 @@ def program_fault(program: Program, entry: ProgramEntry, sizes: Mapping[str, int
     for index, row in enumerate(program.weights):
         if (fault := _weight_fault(row, sizes)) is not None:
             return f"weights[{index}]{fault}"
-    if (entry.libraries or entry.cubins) and not program.observable:
-        return "observable: it is missing, and there are libraries or cubins"
-    if entry.cubins and not program.launches.step:
-        return "launches: they are missing, and there are cubins"
     if (fault := _launches_fault(program.launches, program, entry)) is not None:
         return fault
     return _graph_fault(program.program)

@@ -28,7 +28,9 @@ from inferc.errors import ArtifactError
 from inferc.manifest import COSTS, FORMAT_VERSION, MANIFEST, is_sealed
 from inferc.manifest_types import (
     Config,
+    CubinProgram,
     KvGroup,
+    LibraryProgram,
     Manifest,
     MemoryFormula,
     Model,
@@ -282,8 +284,9 @@ def group_key(group: KvGroup) -> tuple[Any, ...]:
 
 def _read_program(folder: Path, entry: ProgramEntry, data: bytes, maps: Mapping[str, mmap.mmap]) -> Program:
     """Parse a program.json and check it against manifest_types.Program. Raises ArtifactError."""
+    kind = CubinProgram if entry.cubins else LibraryProgram if entry.libraries else Program
     try:
-        program = read_typed(data, Program)
+        program: Program = read_typed(data, kind)
         fault = program_fault(program, entry, {name: len(data) for name, data in maps.items()})
     except ValueError as error:
         fault = str(error)

@@ -182,7 +182,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inferc_requests_judged_total",
         "counter",
-        "Requests that count for goodput: answered, failed or refused. Requests that were invalid, or whose"
+        "Requests that count for goodput: answered, failed or refused. Requests that were invalid or aborted, or whose"
         " client left, do not count.",
         _one(lambda known: known.model.engine.metrics.num_counted),
     ),

@@ -2,8 +2,8 @@
 
 A digest that matches says that a file is as it was written, not that it was written well. So the files are checked
 against these types before anything is taken from them; a field that is missing or of another type is reported by its
-place (`$.programs[0].tp_rank`). Fields that are not named here, or are only shown to people, may be anything. Imports
-neither torch nor numpy.
+place (`$.programs[0].tp_rank`). A field that may be missing may also be null. Fields that are not named here, or are
+only shown to people, may be anything. Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -407,6 +407,20 @@ class Program(Struct, frozen=True):
     launches: Launches = Launches([], [], [], [], [])
     scratch: dict[str, Scratch] = {}
     shared_prefixes: dict[str, SharedPrefixes] = {}
+
+
+class LibraryProgram(Program, frozen=True, kw_only=True):
+    """A Program with a library, which must list what can be observed of its steps."""
+
+    observable: list[Observable]
+
+
+class CubinProgram(LibraryProgram, frozen=True, kw_only=True):
+    """A Program with GPU kernels, none of whose fields for them may be left out."""
+
+    launches: Launches
+    scratch: dict[str, Scratch]
+    shared_prefixes: dict[str, SharedPrefixes]
 
 
 # ------------------------------------------------------------------------------------------ records.json

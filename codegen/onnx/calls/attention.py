@@ -15,8 +15,8 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from inferc.codegen.node_types import dtype_of
 from inferc.codegen.onnx.calls.elementwise import part_of
-from inferc.codegen.onnx.calls.node_types import dtype_of
 from inferc.codegen.onnx.graph import MICROSOFT, OnnxGraph
 from inferc.ir.program import arguments, named_arguments
 

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from inferc.codegen.onnx.calls.node_types import dtype_of, rank_of
+from inferc.codegen.node_types import dtype_of, rank_of
 from inferc.codegen.onnx.graph import OnnxGraph
 from inferc.ir.program import arguments
 

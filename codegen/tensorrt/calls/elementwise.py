@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from inferc.codegen.tensorrt.calls.node_types import dtype_of, rank_of
+from inferc.codegen.node_types import dtype_of, rank_of
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
 from inferc.ir.ops.pointwise import parse, walk
 from inferc.ir.program import arguments

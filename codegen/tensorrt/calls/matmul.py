@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from inferc.codegen.tensorrt.calls.node_types import dtype_of
+from inferc.codegen.node_types import dtype_of
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
 from inferc.ir.program import arguments
 

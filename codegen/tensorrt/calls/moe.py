@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import fx
 
+from inferc.codegen.node_types import dtype_of
 from inferc.codegen.tensorrt.calls.elementwise import activate
-from inferc.codegen.tensorrt.calls.node_types import dtype_of
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
 from inferc.ir.program import named_arguments
 

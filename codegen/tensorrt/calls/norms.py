@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from inferc.codegen.tensorrt.calls.node_types import dtype_of, rank_of
+from inferc.codegen.node_types import dtype_of, rank_of
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
 from inferc.ir.program import arguments
 

@@ -21,7 +21,7 @@ from inferc.manifest import segment_plan
 from inferc.manifest_types import Launch
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.runners.cuda.driver import Driver, OutOfMemory
-from inferc.runtime.runners.cuda.tensorrt import deserialize, library_for
+from inferc.runtime.runners.cuda.tensorrt import deserialize, facts_of, library_for
 
 log = logging.getLogger(__name__)
 
@@ -182,8 +182,7 @@ def open_engines(artifact: Artifact, config: EngineConfig, driver: Driver) -> En
 
     Raises ConfigError, UnsupportedError or ArtifactError.
     """
-    facts = artifact.manifest.tensorrt
-    assert facts is not None, f"{artifact.path} is for tensorrt-paged, and has no plans"
+    facts = facts_of(artifact)
     library = library_for(facts, str(artifact.path / "tensorrt"), driver, "tensorrt-paged")
     if config.deterministic:
         raise UnsupportedError(

@@ -6,8 +6,17 @@ from typing import Any
 
 from inferc.codegen.tensorrt.adapter import Library, to_run
 from inferc.errors import ArtifactError, UnsupportedError
+from inferc.manifest import MANIFEST
 from inferc.manifest_types import Tensorrt
+from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.runners.cuda.driver import Driver
+
+
+def facts_of(artifact: Artifact) -> Tensorrt:
+    """Return what the manifest states about the artifact's plans. Raises ArtifactError if it states nothing."""
+    if artifact.manifest.tensorrt is None:
+        raise ArtifactError(f"{artifact.path / MANIFEST} has no tensorrt, and its target has plans; compile it again")
+    return artifact.manifest.tensorrt
 
 
 def library_for(facts: Tensorrt, where: str, driver: Driver, device: str) -> Library:

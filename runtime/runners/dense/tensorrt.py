@@ -22,7 +22,7 @@ from inferc.kv_groups import CacheGroup
 from inferc.manifest import TENSORRT_PLAN
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.runners.cuda.driver import Driver, OutOfMemory
-from inferc.runtime.runners.cuda.tensorrt import deserialize, library_for
+from inferc.runtime.runners.cuda.tensorrt import deserialize, facts_of, library_for
 from inferc.runtime.runners.dense.caches import cache_inputs
 from inferc.runtime.runners.dense.cuda_caches import Rows, device_caches
 from inferc.runtime.runners.dense.runner import DenseRunner
@@ -252,8 +252,7 @@ def open_tensorrt(
 
     Raises ConfigError, UnsupportedError or ArtifactError if the plan is of another package, version or chip.
     """
-    facts = artifact.manifest.tensorrt
-    assert facts is not None, f"{artifact.path} is for tensorrt, and has no plan"
+    facts = facts_of(artifact)
     where = str(artifact.path / TENSORRT_PLAN)
     library = library_for(facts, where, driver, "tensorrt")
     caches = cache_inputs(artifact)

@@ -70,7 +70,7 @@ def add_target(
     return CompileSummary(
         path=folder.out,
         seconds=round(time.perf_counter() - start, 3),
-        weights_bytes=sum(entry.bytes for entry in writer.files.values() if entry.xxh3_128 is not None),
+        weights_bytes=sum(entry.bytes for name, entry in writer.files.items() if entry.holds_weights(name)),
         artifact_bytes=sum(entry.bytes for entry in writer.files.values()),
         config=_resolved(manifest["config"]),
         passes=[],

@@ -228,6 +228,7 @@ def test_many_wrong_fields_are_told(lab: Lab, data: st.DataObject) -> None:
         ("program.json", ("weights", 0), DROP, "weights: found .*, and engine.json has"),
         ("program.json", ("step", "inputs"), [], "step.inputs: expected array of length >= 1"),
         ("program.json", ("step", "hidden", "shape"), ["s0"], "step.hidden.shape: the last is 's0', expected a number"),
+        ("program.json", ("observable",), DROP, "Object missing required field observable"),
         ("program.json", ("observable", 0, "id"), 2**40, r"observable\[0\].id: expected int <= "),
         ("program.json", ("program", "nodes", 0, "op"), "eval", r"program.nodes\[0\].op: invalid enum value"),
         ("program.json", ("program", "nodes", 0, "args"), DEEP, "program.json.*nested too deeply"),

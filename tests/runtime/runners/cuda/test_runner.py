@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from random_models import make_random_model
@@ -34,6 +35,7 @@ from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.manifest import json_bytes
+from inferc.manifest_types import CubinProgram
 from inferc.runtime.artifact.inspect import inspect_artifact
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.artifact.sign import sign_artifact
@@ -113,6 +115,15 @@ def test_more_on_a_fake_gpu(tmp_path: Path) -> None:
 def test_more_models_on_a_fake_gpu(tmp_path: Path) -> None:
     """With the kernels that they are served with, for every number of rows."""
     assert_passes(compiled(tmp_path, MODELS), [*MODELS, "qwen3-library"], str(FOLDER / "check_models.py"))
+
+
+@pytest.mark.parametrize("name", ["launches", "scratch", "shared_prefixes", "observable"])
+def test_no_field_of_a_gpus_program_may_be_left_out(artifacts: Path, name: str) -> None:
+    program = load_artifact(artifacts / "llama", to_run=False).program_json()
+    msgspec.convert(program, CubinProgram)
+    del program[name]
+    with pytest.raises(msgspec.ValidationError, match=f"missing required field `{name}`"):
+        msgspec.convert(program, CubinProgram)
 
 
 def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
