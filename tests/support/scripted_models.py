@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 from scripted_process import Process
 
@@ -14,8 +13,6 @@ from inferc.serve.models.async_engine import AsyncEngine
 from inferc.serve.models.residency import Residency
 from inferc.serve.models.streams import ModelFacts
 from inferc.serve.models.supervisor import Supervisor
-
-Result = TypeVar("Result")
 
 
 class Model:
@@ -34,7 +31,7 @@ class Model:
     def _launch(self, on_stop: Callable[[str], None]) -> Process:
         self.processes.append(Process(on_stop, self.errors.pop(0) if self.errors else None))
         if not self.may_start:
-            self.process.may_start.clear()
+            self.process.start_gate.close()
         self._started.append(self.name)
         return self.process
 
@@ -77,25 +74,21 @@ class House:
     async def __aexit__(self, *error: object) -> None:
         for model in self.models:
             for process in model.processes:
-                process.may_start.set()
-                process.may_end.set()
+                process.start_gate.open()
+                process.end_gate.open()
         await asyncio.gather(*(model.supervisor.close() for model in self.models))
         assert not any(model.num_alive for model in self.models)
 
 
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
 
 
 async def settle() -> None:
     """Let everything happen that can, where nothing but the test's next word is waited for."""
     for _ in range(50):
         await asyncio.sleep(0)
-
-
-def run(work: Coroutine[Any, Any, Result]) -> Result:
-    return asyncio.run(asyncio.wait_for(work, 10))
 
 
 def states(models: list[Model]) -> list[str]:

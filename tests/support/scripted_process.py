@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
+
+from virtual_time import Gate
 
 from inferc.errors import InfercError
 from inferc.runtime.engine.engine import EngineStats
@@ -14,20 +15,18 @@ from inferc.runtime.step.sampling_params import SamplingParams
 
 
 class Process:
-    """Starts and ends as soon as `may_start` and `may_end` are set; error: what it fails to start by."""
+    """Starts and ends as soon as `start_gate` and `end_gate` are open; error: what it fails to start by."""
 
     def __init__(self, on_stop: Callable[[str], None], error: InfercError | OSError | None = None) -> None:
         self.stopped: str | None = None
         self.is_hung = False
         self.closed = False
         self.sinks: list[Sink] = []  # of what was begun and not answered
-        self.may_start, self.may_end = threading.Event(), threading.Event()
-        self.may_start.set()
-        self.may_end.set()
+        self.start_gate, self.end_gate = Gate(), Gate()
         self._on_stop, self._error = on_stop, error
 
     def wait_until_ready(self) -> None:
-        self.may_start.wait(10)
+        self.start_gate.wait()
         if self._error is not None:
             self.closed = True
             raise self._error
@@ -65,6 +64,6 @@ class Process:
         self.die(reason)
 
     def close(self) -> None:
-        self.may_start.set()
-        self.may_end.wait(10)
+        self.start_gate.open()
+        self.end_gate.wait()
         self.closed = True

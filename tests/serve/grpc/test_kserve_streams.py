@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
+from virtual_time import run
 
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.serve.grpc.answers import as_bytes
@@ -14,8 +15,6 @@ from inferc.serve.grpc.kserve_service import MAX_AT_ONCE, KServeService
 from inferc.serve.http.openai_answering import MANY_LISTED, OPENED_AT_ONCE
 from inferc.serve.models.streams import Delta
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
-
-Result = TypeVar("Result")
 
 
 class Answer:
@@ -88,10 +87,6 @@ def request(number: int = 0) -> pb.ModelInferRequest:
     made.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"a")
     made.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
     return made
-
-
-def run(work: Coroutine[Any, Any, Result]) -> Result:
-    return asyncio.run(asyncio.wait_for(work, 30))
 
 
 @pytest.mark.parametrize(("num_listed", "at_once"), [(0, OPENED_AT_ONCE), (1024, MANY_LISTED // 1024)])

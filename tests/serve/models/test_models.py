@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from scripted_models import run, settle, until
+from scripted_models import settle, until
 from scripted_process import Process
+from virtual_time import run
 
 from inferc.config import EngineConfig
 from inferc.errors import InfercError
@@ -19,7 +20,6 @@ from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.serve.errors import EngineUnavailable
 from inferc.serve.kv_events.log import KvEventLog
 from inferc.serve.models import models as served_models
-from inferc.serve.models import supervisor
 from inferc.serve.models.async_engine import AsyncEngine
 from inferc.serve.models.models import ModelOptions, Models, ModelSource, ServedModel
 from inferc.serve.models.rendering import Rendering
@@ -54,7 +54,7 @@ class Scripted(ServedModel):
     def _launch(self, on_stop: Callable[[str], None]) -> Process:
         self.processes.append(Process(on_stop))
         if not self.may_start:
-            self.processes[-1].may_start.clear()
+            self.processes[-1].start_gate.close()
         return self.processes[-1]
 
     async def start(self) -> None:
@@ -63,8 +63,6 @@ class Scripted(ServedModel):
 
 @pytest.fixture(autouse=True)
 def script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "PING_SECONDS", 0.005)
-    monkeypatch.setattr(supervisor, "MAX_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(served_models, "load_artifact", lambda path, **options: None)
     monkeypatch.setattr(served_models, "ServedModel", Scripted)
     monkeypatch.setattr(Scripted, "may_start", True)
@@ -214,7 +212,7 @@ def test_what_is_being_loaded_as_the_server_shuts_down_is_ended() -> None:
         draining = asyncio.create_task(models.drain(1.0))
         await settle()
         Scripted.may_start = True
-        late.processes[0].may_start.set()
+        late.processes[0].start_gate.open()
         with pytest.raises(EngineUnavailable, match="shutting down"):
             await loading
         assert await draining and late.processes[0].closed and [model.name for model in models.served] == ["a"]

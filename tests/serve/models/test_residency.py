@@ -6,19 +6,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from scripted_models import House, Model, run, settle, states, until
+from scripted_models import House, Model, settle, states, until
+from virtual_time import run
 
 from inferc.runtime.engine.scoring import Score
 from inferc.serve.errors import NoPlace
-from inferc.serve.models import supervisor
 from inferc.serve.models.async_engine import AsyncEngine
 from inferc.serve.models.residency import Residency
-
-
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "MAX_PAUSE_SECONDS", 0.001)
-
 
 # ------------------------------------------------------------------------------------------------- whose turn
 
@@ -146,7 +140,9 @@ def test_turns_are_in_the_order_of_asking() -> None:
 def test_of_two_at_work_whichever_ends_first_makes_room() -> None:
     async def work() -> None:
         async with House(3, limit=2) as (a, b, c):
-            old, young = a.ask(), b.ask()
+            old = a.ask()
+            await asyncio.sleep(1)
+            young = b.ask()
             await settle()
             waiting = c.ask()
             await settle()
@@ -251,11 +247,11 @@ def test_one_at_rest_makes_room_even_if_nobody_may_wait_for_what_runs() -> None:
 def test_one_that_comes_to_rest_is_waited_for_however_long_its_end_takes() -> None:
     async def work() -> None:
         async with House(2, limit=1, wait_seconds=0.05) as (a, b):
-            a.process.may_end.clear()
+            a.process.end_gate.close()
             asked = b.ask()
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(100)
             assert not asked.done() and not b.processes, "memory is not free yet"
-            a.process.may_end.set()
+            a.process.end_gate.open()
             await b.answer()
             await asked
 
@@ -407,7 +403,7 @@ def test_whatever_happens_no_more_than_may_be_are_awake_and_all_are_answered(see
                 for model in models:
                     if model.processes and model.process.sinks:
                         model.process.answer()
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.1)
                 check()
             found = await asyncio.gather(*asked, return_exceptions=True)
             assert all(isinstance(each, Score | asyncio.CancelledError) for each in found), found

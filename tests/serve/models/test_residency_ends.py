@@ -5,16 +5,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from scripted_models import House, run, settle, states, until
+from scripted_models import House, settle, states, until
+from virtual_time import run
 
 from inferc.errors import InfercError
 from inferc.serve.errors import EngineUnavailable
-from inferc.serve.models import supervisor
-
-
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "MAX_PAUSE_SECONDS", 0.001)
 
 
 async def ends(work: Coroutine[Any, Any, None]) -> bool:
@@ -57,7 +52,7 @@ def test_one_that_dies_and_has_nothing_to_do_makes_room_when_it_is_back() -> Non
             asked = b.ask()
             await settle()
             assert not b.processes, "the place is taken"
-            a.process.may_start.set()
+            a.process.start_gate.open()
             await b.answer()
             await asked
 
@@ -104,10 +99,10 @@ def test_waking_is_told_from_starting_again() -> None:
             asked = b.ask()
             await until(lambda: bool(b.processes))
             assert b.engine.state == "starting" and b.supervisor.is_waking
-            b.process.may_start.set()
+            b.process.start_gate.open()
             await until(lambda: len(b.processes) == 2)
             assert b.engine.state == "starting" and not b.supervisor.is_waking
-            b.process.may_start.set()
+            b.process.start_gate.open()
             await b.answer()
             await asked
 

@@ -1,11 +1,11 @@
 """The life of an engine process, over scripted ones: death, hangs, giving up, sleep."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 import pytest
 from scripted_process import Process
+from virtual_time import run
 
 from inferc.errors import ArtifactError, InfercError
 from inferc.runtime.engine.loop import Scored
@@ -15,9 +15,7 @@ from inferc.serve.models import supervisor
 from inferc.serve.models.artifact_watch import FileFault
 from inferc.serve.models.async_engine import AsyncEngine, State
 from inferc.serve.models.streams import ModelFacts
-from inferc.serve.models.supervisor import MAX_DEATHS, Supervisor
-
-Result = TypeVar("Result")
+from inferc.serve.models.supervisor import MAX_DEATHS, START_SECONDS, Supervisor
 
 
 class Stage:
@@ -34,22 +32,12 @@ class Stage:
     def launch(self, on_stop: Callable[[str], None]) -> Process:
         self.processes.append(Process(on_stop, self.errors.pop(0) if self.errors else None))
         if not self.may_start:
-            self.processes[-1].may_start.clear()
+            self.processes[-1].start_gate.close()
         return self.processes[-1]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            await asyncio.sleep(0.002)
-
-
-def run(work: Coroutine[Any, Any, Result]) -> Result:
-    return asyncio.run(asyncio.wait_for(work, 10))
-
-
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "PING_SECONDS", 0.005)
-    monkeypatch.setattr(supervisor, "MAX_PAUSE_SECONDS", 0.001)
+            await asyncio.sleep(0.1)
 
 
 def test_what_cannot_start_the_first_time_is_raised() -> None:
@@ -86,7 +74,7 @@ def test_one_that_dies_again_and_again_is_given_up(caplog: pytest.LogCaptureFixt
         while stage.engine.state != "dead":
             if stage.engine.state == "serving" and stage.processes[-1].stopped is None:
                 stage.processes[-1].die("killed by SIGSEGV")
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.1)
         with pytest.raises(EngineUnavailable, match="6th end within 300 s, so it is not started again"):
             stage.engine.check_open()
         with pytest.raises(EngineUnavailable, match="not started again"):
@@ -159,13 +147,13 @@ def test_why_it_does_not_start_is_for_the_log(falls_asleep: bool, caplog: pytest
 
 def test_a_hung_engine_is_killed_and_started_again() -> None:
     async def work() -> None:
-        stage = Stage(hang_seconds=0.05)
+        stage = Stage(hang_seconds=30)
         await stage.supervisor.start()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(100)
         assert len(stage.processes) == 1, "it answers"
         stage.processes[0].is_hung = True
         await stage.until(lambda: len(stage.processes) == 2)
-        assert stage.processes[0].stopped == "the engine has not ended its step for 0.05 s and was killed"
+        assert stage.processes[0].stopped == "the engine has not ended its step for 30 s and was killed"
         await stage.supervisor.close()
 
     run(work())
@@ -176,7 +164,7 @@ def test_hanging_may_be_allowed() -> None:
         stage = Stage(hang_seconds=0)
         await stage.supervisor.start()
         stage.processes[0].is_hung = True
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(1000)
         assert stage.processes[0].stopped is None
         await stage.supervisor.close()
 
@@ -190,7 +178,7 @@ def test_sleep_waits_for_what_runs_and_the_next_request_wakes() -> None:
         scoring = asyncio.ensure_future(stage.engine.score([1, 2]))
         await asyncio.sleep(0)
         sleeping = asyncio.ensure_future(stage.supervisor.sleep())
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(10)
         assert not sleeping.done() and not stage.processes[0].closed
         stage.processes[0].sinks[0](Scored("1", Score([-1.0], [2])))
         assert (await scoring).argmax == [2]
@@ -226,13 +214,13 @@ def test_who_put_it_to_sleep_hears_that_it_was_woken_before() -> None:
         scoring = asyncio.ensure_future(stage.engine.score([1, 2]))
         await asyncio.sleep(0)
         sleeping = asyncio.ensure_future(stage.supervisor.sleep())
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(10)
         await stage.supervisor.wake()
         with pytest.raises(RequestAborted, match="the model was woken before it slept"):
             await sleeping
         stage.processes[0].answer()
         await scoring
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(10)
         assert stage.states == ["serving"] and not stage.processes[0].closed
         await stage.supervisor.sleep()
         assert stage.states == ["serving", "asleep"]
@@ -243,12 +231,11 @@ def test_who_put_it_to_sleep_hears_that_it_was_woken_before() -> None:
 
 @pytest.mark.parametrize("falls_asleep", [False, True])
 def test_a_start_that_hangs_is_killed_and_counts_as_a_death(
-    falls_asleep: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    falls_asleep: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work() -> None:
         stage = Stage()
         await stage.supervisor.start()
-        monkeypatch.setattr(supervisor, "START_SECONDS", 0.02)
         stage.may_start = False
         if falls_asleep:
             await stage.supervisor.sleep()
@@ -262,14 +249,13 @@ def test_a_start_that_hangs_is_killed_and_counts_as_a_death(
         await stage.supervisor.close()
 
     run(work())
-    assert "it was not ready within 0.02 s and was killed" in caplog.text
+    assert f"it was not ready within {START_SECONDS:g} s and was killed" in caplog.text
 
 
-def test_one_whose_starts_hang_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_whose_starts_hang_is_given_up() -> None:
     async def work() -> None:
         stage = Stage()
         await stage.supervisor.start()
-        monkeypatch.setattr(supervisor, "START_SECONDS", 0.01)
         stage.may_start = False
         stage.processes[0].die("killed by SIGSEGV")
         await stage.until(lambda: stage.engine.state == "dead")
@@ -279,15 +265,14 @@ def test_one_whose_starts_hang_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     run(work())
 
 
-def test_the_first_start_may_take_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_start_may_take_as_long_as_it_takes() -> None:
     async def work() -> None:
-        monkeypatch.setattr(supervisor, "START_SECONDS", 0.01)
         stage = Stage()
         stage.may_start = False
         starting = asyncio.ensure_future(stage.supervisor.start())
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(10 * START_SECONDS)
         assert not starting.done() and not stage.processes[0].closed
-        stage.processes[0].may_start.set()
+        stage.processes[0].start_gate.open()
         await starting
         await stage.supervisor.close()
 
@@ -309,15 +294,7 @@ class Files:
         pass
 
 
-@pytest.fixture
-def hurry_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FILES_SECONDS", "FIRST_LOOK_SECONDS", "MAX_LOOK_SECONDS"):
-        monkeypatch.setattr(supervisor, name, 0.005)
-
-
-def test_an_engine_waits_for_its_files_and_is_never_given_up(
-    hurry_looks: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_waits_for_its_files_and_is_never_given_up(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         files = Files()
         stage = Stage(files=files)
@@ -349,7 +326,7 @@ def test_an_engine_waits_for_its_files_and_is_never_given_up(
     assert "the artifact's files are as they were" in caplog.text
 
 
-def test_an_engine_whose_file_is_overwritten_is_killed(hurry_looks: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_whose_file_is_overwritten_is_killed(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         files = Files()
         stage = Stage(files=files)
@@ -365,9 +342,7 @@ def test_an_engine_whose_file_is_overwritten_is_killed(hurry_looks: None, caplog
     assert "/home/me/weights is damaged within bytes 0 to 8; the engine, which reads it, is killed" in caplog.text
 
 
-def test_a_file_that_was_replaced_is_told_once_and_the_engine_goes_on(
-    hurry_looks: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_was_replaced_is_told_once_and_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         files = Files()
         stage = Stage(files=files)
@@ -381,7 +356,7 @@ def test_a_file_that_was_replaced_is_told_once_and_the_engine_goes_on(
     assert caplog.text.count("/home/me/weights is missing; the engine that runs keeps what lay there before") == 1
 
 
-def test_that_requests_are_refused_is_told_each_time(hurry_looks: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_that_requests_are_refused_is_told_each_time(caplog: pytest.LogCaptureFixture) -> None:
     """Also of a file of which it was told before that an engine keeps what lay there."""
 
     async def work() -> None:
@@ -391,8 +366,7 @@ def test_that_requests_are_refused_is_told_each_time(hurry_looks: None, caplog: 
         for _ in range(2):
             count = caplog.text.count("keeps what lay there before")
             files.found = FileFault("/home/me/weights is missing", in_place=False)
-            while caplog.text.count("keeps what lay there before") == count:
-                await asyncio.sleep(0)
+            await stage.until(lambda count=count: caplog.text.count("keeps what lay there before") > count)
             stage.processes[-1].die("killed by SIGKILL")
             await stage.until(lambda: stage.engine.state == "damaged")
             files.found = None
@@ -403,9 +377,7 @@ def test_that_requests_are_refused_is_told_each_time(hurry_looks: None, caplog: 
     assert caplog.text.count("/home/me/weights is missing; requests are refused until it is as it was") == 2
 
 
-def test_files_that_cannot_be_looked_at_once_are_looked_at_again(
-    hurry_looks: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_that_cannot_be_looked_at_once_are_looked_at_again(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Files):
         def fault(self, thorough: bool = False) -> FileFault | None:
             found = super().fault(thorough)
@@ -425,7 +397,7 @@ def test_files_that_cannot_be_looked_at_once_are_looked_at_again(
     assert caplog.text.count("the artifact's files cannot be watched") == 1
 
 
-def test_files_that_only_a_start_reads_are_waited_for_as_well(hurry_looks: None) -> None:
+def test_files_that_only_a_start_reads_are_waited_for_as_well() -> None:
     async def work() -> None:
         stage = Stage()
         await stage.supervisor.start()
@@ -439,7 +411,7 @@ def test_files_that_only_a_start_reads_are_waited_for_as_well(hurry_looks: None)
     run(work())
 
 
-def test_a_second_death_has_all_files_hashed(hurry_looks: None) -> None:
+def test_a_second_death_has_all_files_hashed() -> None:
     async def work() -> None:
         files = Files()
         stage = Stage(files=files)
