@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from scripted_process import Process
@@ -359,14 +360,16 @@ def test_a_file_that_was_replaced_is_told_once_and_the_engine_goes_on(caplog: py
 def test_that_requests_are_refused_is_told_each_time(caplog: pytest.LogCaptureFixture) -> None:
     """Also of a file of which it was told before that an engine keeps what lay there."""
 
+    def is_told(count: int) -> bool:
+        return caplog.text.count("keeps what lay there before") == count
+
     async def work() -> None:
         files = Files()
         stage = Stage(files=files)
         await stage.supervisor.start()
-        for _ in range(2):
-            count = caplog.text.count("keeps what lay there before")
+        for count in (1, 2):
             files.found = FileFault("/home/me/weights is missing", in_place=False)
-            await stage.until(lambda count=count: caplog.text.count("keeps what lay there before") > count)
+            await stage.until(partial(is_told, count))
             stage.processes[-1].die("killed by SIGKILL")
             await stage.until(lambda: stage.engine.state == "damaged")
             files.found = None
