@@ -67,7 +67,7 @@ test-all: lint types $(READY) $(CLIENTS)  ## test, the slow tests, sanitizers, t
 ifndef PYTHON
 	$(call with_python,$(LOWEST_PYTHON),$(LOWEST_VENV)/.installed)
 endif
-	$(PYTEST) -m 'not gpu' $(ARGS)
+	$(PYTEST) -m 'not gpu' --as-shipped $(ARGS)
 	$(MAKE) sanitize
 ifndef PYTHON
 	$(call with_python,$(GPU_PYTHON),test-gpu-versions)

@@ -85,14 +85,18 @@ def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_artifact(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cpu artifact of `tiny_llama_folder`, with all libraries and no certificate. Read it, never write to it."""
+def tiny_artifact(
+    tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Path:
+    """The cpu artifact of `tiny_llama_folder`, optimized as users get it and without a certificate. Only read it."""
     from inferc.compiler.build import compile
     from inferc.config import CompileConfig
 
     out = tmp_path_factory.mktemp("artifacts") / "tiny-llama"
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("INFERC_ISAS", raising=False)
+        patch.delenv("INFERC_CXXFLAGS", raising=False)
+        if pytestconfig.getoption("as_shipped"):
+            patch.delenv("INFERC_ISAS", raising=False)
         compile(tiny_llama_folder, out, CompileConfig(certify="none"))
     return out
 

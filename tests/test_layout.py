@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import house
@@ -12,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "inferc"
 STAGES = house.STAGES
 MODULES = house.read_modules(ROOT)
-GRAPH = house.import_graph(MODULES)
+Modules = Mapping[str, house.Module]
 
 # The modules that every room may import. `shared` are the loose modules of src/inferc: formats and options that the
 # writer and the reader of an artifact have in common.
@@ -100,6 +101,11 @@ def test_each_folder_has_its_link() -> None:
     assert all((ROOT / name / "__init__.py").is_file() for name in STAGES)
 
 
+@pytest.fixture(scope="module")
+def graph() -> house.Graph:
+    return house.import_graph(MODULES)
+
+
 def test_every_folder_with_modules_is_a_package() -> None:
     folders = {ROOT / module.path.parent for module in MODULES.values()}
     bare = [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()]
@@ -121,16 +127,16 @@ def test_what_lies_loose_in_a_stage_is_named_here(folder: str) -> None:
     assert {name.rpartition(".")[2] for name in inside if name} == LOOSE[folder]
 
 
-def test_a_folder_shows_at_most_some_twenty_names() -> None:
-    crowded = {folder: len(house.box_graph(GRAPH, folder)) for folder in house.folders(MODULES)}
+def test_a_folder_shows_at_most_some_twenty_names(graph: house.Graph) -> None:
+    crowded = {folder: len(house.box_graph(graph, folder)) for folder in house.folders(MODULES)}
     assert not {folder: count for folder, count in crowded.items() if count > 26}
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_lies_before_it(room: str) -> None:
+def test_a_room_imports_only_what_lies_before_it(graph: house.Graph, room: str) -> None:
     wrong = [
         f"{MODULES[name].path} imports {other}"
-        for name, others in GRAPH.items()
+        for name, others in graph.items()
         if room_of(name) == room
         for other in others
         if not is_allowed(room, other)
@@ -152,13 +158,13 @@ def test_every_room_has_its_row_and_what_rows_name_exists() -> None:
     assert not [name for names in ONLY.values() for name in names if name not in MODULES]
 
 
-def test_no_modules_import_each_other() -> None:
-    assert not house.circles(GRAPH)
+def test_no_modules_import_each_other(graph: house.Graph) -> None:
+    assert not house.circles(graph)
 
 
-def test_no_folders_import_each_other() -> None:
+def test_no_folders_import_each_other(graph: house.Graph) -> None:
     """Of the boxes that a folder shows, none needs one that needs it."""
-    found = {folder: house.circles(house.box_graph(GRAPH, folder)) for folder in house.folders(MODULES)}
+    found = {folder: house.circles(house.box_graph(graph, folder)) for folder in house.folders(MODULES)}
     assert not {folder: groups for folder, groups in found.items() if groups}
 
 
@@ -281,12 +287,12 @@ def test_every_module_and_room_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heading", "found"),
-    [("Long functions", house.long_functions(MODULES)), ("Long modules", house.long_modules(MODULES))],
+    ("heading", "find"), [("Long functions", house.long_functions), ("Long modules", house.long_modules)]
 )
-def test_what_is_long_has_a_reason(heading: str, found: list[tuple[int, str]]) -> None:
+def test_what_is_long_has_a_reason(heading: str, find: Callable[[Modules], list[tuple[int, str]]]) -> None:
     page = (ROOT / "docs" / "layout.md").read_text()
     section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
-    assert sorted(name for name, _ in rows) == sorted(name for _, name in found), "docs/layout.md has other names"
+    long = sorted(name for _, name in find(MODULES))
+    assert sorted(name for name, _ in rows) == long, "docs/layout.md has other names"
     assert all(len(why) > 10 for _, why in rows)

@@ -264,7 +264,7 @@ class _Builder:
         return target
 
     def _run(self, *arguments: str) -> None:
-        command = [self.compiler.path, *self.flags, *arguments]
+        command = [self.compiler.path, *self.flags, *arguments, *debug.cxx_flags()]
         result = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
         if result.returncode:
             all_lines = result.stderr.splitlines()
@@ -273,7 +273,7 @@ class _Builder:
 
     def _digest(self, flags: Sequence[str], texts: Iterable[str]) -> str:
         digest = hashlib.sha256()
-        for text in (self.compiler.version, *self.flags, *flags, *texts):
+        for text in (self.compiler.version, *self.flags, *flags, *debug.cxx_flags(), *texts):
             digest.update(f"{len(text)}:{text}".encode())
         return digest.hexdigest()[:32]
 

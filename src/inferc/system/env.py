@@ -1,7 +1,10 @@
-"""The environment variables that inferc reads: INFERC_DEBUG, INFERC_DUMP, INFERC_CACHE and INFERC_ISAS."""
+"""The environment variables that inferc reads; their names begin with `INFERC_`."""
 
 import os
+import shlex
 from pathlib import Path
+
+from inferc.errors import ConfigError
 
 
 def level() -> int:
@@ -30,3 +33,15 @@ def isas() -> tuple[str, ...]:
     Empty when unset, which means all.
     """
     return tuple(name.strip() for name in os.environ.get("INFERC_ISAS", "").split(",") if name.strip())
+
+
+def cxx_flags() -> tuple[str, ...]:
+    """Return the compiler flags of INFERC_CXXFLAGS, as a shell would split them; they come after inferc's own.
+
+    Empty when unset. Raises ConfigError if a quotation mark is not closed.
+    """
+    value = os.environ.get("INFERC_CXXFLAGS", "")
+    try:
+        return tuple(shlex.split(value))
+    except ValueError as error:
+        raise ConfigError(f"INFERC_CXXFLAGS is {value!r}: {error}; close it") from None

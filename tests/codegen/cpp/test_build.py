@@ -80,6 +80,22 @@ def test_a_unit_is_compiled_once_for_all_that_take_it(tmp_path: Path, monkeypatc
     assert not [path for path in (tmp_path / "cpp").iterdir() if path.suffix not in (".o", ".so")]
 
 
+def test_flags_of_the_user_come_last_and_have_libraries_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFERC_CACHE", str(tmp_path))
+    source = 'extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n'
+
+    def built(flags: str) -> Path:
+        monkeypatch.setenv("INFERC_CXXFLAGS", flags)
+        return build([Unit(source, ("-DANSWER=1",))], (), ("avx2",))["avx2"]
+
+    one, two = built("-O1"), built("-O1 -UANSWER -DANSWER='1 + 1'")
+    assert (answer(one), answer(two)) == (1, 2) and one != two
+    with pytest.raises(ConfigError, match="INFERC_CXXFLAGS is .*: No closing quotation; close it"):
+        built("-DANSWER='1")
+
+
 def test_what_the_compiler_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFERC_CACHE", str(tmp_path))
     units = [Unit(SOURCE % 3), Unit("int unfinished() { return nothing; }\n")]
