@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pairwise
 import pytest
 from random_models import make_random_model
+from shared_folders import made_once
 
 from inferc.runtime.runners.cpu.abi import detect_isa
 
@@ -81,7 +82,11 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of a random float32 Llama: 2 layers, 4 heads of 16 with 2 KV heads, context 256."""
-    return make_random_model("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+    def make(folder: Path) -> None:
+        make_random_model("llama", folder / "tiny-llama")
+
+    return made_once(tmp_path_factory, "tiny-llama-model", make) / "tiny-llama"
 
 
 @pytest.fixture(scope="session")
@@ -92,13 +97,14 @@ def tiny_artifact(
     from inferc.compiler.build import compile
     from inferc.config import CompileConfig
 
-    out = tmp_path_factory.mktemp("artifacts") / "tiny-llama"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("INFERC_CXXFLAGS", raising=False)
-        if pytestconfig.getoption("as_shipped"):
-            patch.delenv("INFERC_ISAS", raising=False)
-        compile(tiny_llama_folder, out, CompileConfig(certify="none"))
-    return out
+    def make(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("INFERC_CXXFLAGS", raising=False)
+            if pytestconfig.getoption("as_shipped"):
+                patch.delenv("INFERC_ISAS", raising=False)
+            compile(tiny_llama_folder, folder / "tiny-llama", CompileConfig(certify="none"))
+
+    return made_once(tmp_path_factory, "tiny-artifact", make) / "tiny-llama"
 
 
 @pytest.fixture(scope="session")

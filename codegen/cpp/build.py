@@ -133,7 +133,7 @@ def target_isas() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _scratch() -> tempfile.TemporaryDirectory[str]:
-    """Return the temporary folder for libraries that no cache can take; it is removed when the process ends."""
+    """Return the temporary folder of what no cache takes; it is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="inferc-")
 
 
@@ -235,13 +235,26 @@ class _Builder:
         return [unit for unit, name in self.objects.items() if not self._find(name)]
 
     def prepare(self) -> None:
-        """Write the headers, and precompile the common one if many units will include it."""
+        """Write the headers, and precompile the common one if many units will include it.
+
+        Precompiled headers (tens of MB each) last as long as the process: a process that compiles several models has
+        them for all of these.
+        """
         assert self.folder is not None
         for name, text in self.headers.items():
             (self.folder / name).write_text(text)
         if self.common and len(self.missing()) >= PRECOMPILED:
             shared = [flag for flag in self.units[0].flags if all(flag in unit.flags for unit in self.units)]
-            self._run(*shared, "-w", "-x", "c++-header", self.common, "-o", f"{self.common}.gch")
+            made = self.folder / f"{self.common}.gch"
+            included = self._included(f'#include "{self.common}"')
+            kept = Path(_scratch().name) / f"{self._digest(shared, included)}.gch"
+            if kept.exists():
+                shutil.copyfile(kept, made)
+            else:
+                self._run(*shared, "-w", "-x", "c++-header", self.common, "-o", made.name)
+                with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+                    file.write(made.read_bytes())
+                os.replace(file.name, kept)
 
     def compile(self, unit: Unit) -> None:
         assert self.folder is not None

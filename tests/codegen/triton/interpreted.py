@@ -2,10 +2,12 @@
 
 Prints {kernel or "benchmark": {case: [[error, tolerance]]}} as JSON; "depends": the steps of which a sequence's bits
 depend on the others in it, or on how its prompt is cut, where they must not, and the products of which a row's do.
+`--depends few` tries a few of those, `--depends all` tries all of them and nothing else.
 
 A process of its own: TRITON_INTERPRET=1 must be set before Triton is imported.
 """
 
+import argparse
 import json
 import sys
 import warnings
@@ -22,6 +24,7 @@ from triton_cases import Case
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from gpu_kernels import Bench, benches, tiny
 
+DEPENDENCES = (depend_on_their_step, depend_on_chunks, products_that_do)
 SPARE = 3  # tokens, rows and sequences that the grid has room for and the step has not
 
 
@@ -52,6 +55,12 @@ def compared(bench: Bench) -> list[tuple[float, float]]:
 if __name__ == "__main__":
     quick_interpreter.use()
     warnings.simplefilter("ignore")  # of numpy, in the interpreter
-    cases = {kernel: {case.name: run(case) for case in made()} for kernel, made in KERNELS.items()}
-    depends = [*depend_on_their_step(launched), *depend_on_chunks(launched), *products_that_do(launched)]
-    json.dump({**cases, "benchmark": measured(), "depends": depends}, sys.stdout)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--depends", choices=("few", "all"), required=True)
+    few = parser.parse_args().depends == "few"
+    depends = [name for find in DEPENDENCES for name in find(launched, few)]
+    if few:
+        cases = {kernel: {case.name: run(case) for case in made()} for kernel, made in KERNELS.items()}
+        json.dump({**cases, "benchmark": measured(), "depends": depends}, sys.stdout)
+    else:
+        json.dump({"depends": depends}, sys.stdout)

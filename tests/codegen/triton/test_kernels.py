@@ -32,12 +32,17 @@ ARCHS = ("sm_80", "sm_90", "sm_100")
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, list[list[float]]]]:
     """The errors and tolerances of all cases, by kernel and case."""
+    results: dict[str, dict[str, list[list[float]]]] = run_interpreted("few")
+    return results
+
+
+def run_interpreted(depends: str) -> Any:
     path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, INTERPRETED], env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, INTERPRETED, "--depends", depends]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    results: dict[str, dict[str, list[list[float]]]] = json.loads(done.stdout)
-    return results
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -58,6 +63,11 @@ def test_the_benchmark_launches_what_it_compares(interpreted: dict[str, dict[str
 
 def test_the_invariant_order_depends_neither_on_the_batch_nor_on_chunks(interpreted: dict[str, Any]) -> None:
     assert interpreted["depends"] == []
+
+
+@pytest.mark.slow
+def test_nor_does_any_other_product_or_attention() -> None:
+    assert run_interpreted("all")["depends"] == []
 
 
 @pytest.mark.parametrize("which", ["one", pytest.param("all", marks=pytest.mark.slow)])
