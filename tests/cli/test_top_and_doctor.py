@@ -5,7 +5,6 @@ import json
 import math
 import os
 import pty
-import select
 import socket
 import subprocess
 import termios
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from loads import load, stuttering
-from serving import ENV, INFERC, Server, run_inferc
+from serving import ENV, INFERC, Server, run_inferc, wait_until
 
 from inferc.client import Client
 from inferc.client.diagnosis import Objectives, diagnose
@@ -94,22 +93,29 @@ def test_top_ends_at_q(url: str) -> None:
         stderr=theirs,
         env={**ENV, "TERM": "xterm"},
     )
-    seen = b""
+    seen, reading = b"", None
     try:
         while b"tokens out" not in seen:
             seen += os.read(ours, 4096)
+        reading = threading.Thread(target=drain, args=(ours,))
+        reading.start()
         os.write(ours, b"xq")
-        deadline = time.monotonic() + 20
-        while process.poll() is None and time.monotonic() < deadline:
-            if select.select([ours], [], [], 0.1)[0]:
-                os.read(ours, 4096)
-        assert process.poll() == 0
+        assert process.wait(20) == 0
         assert termios.tcgetattr(theirs) == before
     finally:
         process.kill()
         process.wait()
-        os.close(ours)
         os.close(theirs)
+        if reading is not None:
+            reading.join()
+        os.close(ours)
+
+
+def drain(terminal: int) -> None:
+    """Read what is shown on a terminal until its other side is closed."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
 
 
 class _Stranger(BaseHTTPRequestHandler):
@@ -157,10 +163,21 @@ def test_nobody_there_and_somebody_else(
 # ------------------------------------------------------------------------------------------------------ top
 
 
+def wait_until_loaded(server: Server, running: int = 0, waiting: int = 0) -> None:
+    """Wait until so many sequences run, and so many wait for a place."""
+
+    def is_loaded() -> bool:
+        loads = client.loads()
+        return loads.num_running >= running and loads.num_waiting >= waiting
+
+    with Client(server.address) as client:
+        wait_until(is_loaded, "the load is there")
+
+
 @pytest.mark.slow
 def test_top_shows_what_goes_on(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--max-num-seqs", "4") as server, load(server, 6, max_tokens=100):
-        time.sleep(0.5)
+        wait_until_loaded(server, running=4)
         done = run_inferc("top", server.url, "--json", "--count", "2", "--interval", "1")
         found = json.loads(done.stdout)
         assert len(found["looks"]) == 2 and found["seconds"] == pytest.approx(1.0, abs=0.7)
@@ -244,7 +261,7 @@ def test_a_healthy_server(tiny_artifact: Path) -> None:
 def test_memory_pressure(tiny_artifact: Path) -> None:
     options = ("--kv-memory", "144KiB", "--no-prefix-cache")  # one of these prompts has all of it
     with Server(tiny_artifact, *options) as server, load(server, 6, prompt_len=230, max_tokens=25):
-        time.sleep(1)
+        wait_until_loaded(server, running=1, waiting=4)
         found = doctor(server.url, "--ttft-ms", "5")
     assert found["cause"] == "memory" and "--kv-memory" in found["advice"]
     assert "KV cache" in found["checks"][1]["evidence"][0]
@@ -253,7 +270,7 @@ def test_memory_pressure(tiny_artifact: Path) -> None:
 @pytest.mark.slow
 def test_a_batch_without_places(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--max-num-seqs", "2") as server, load(server, 12, max_tokens=100):
-        time.sleep(1)
+        wait_until_loaded(server, running=2, waiting=8)
         found = doctor(server.url, "--ttft-ms", "50")
         shown = run_inferc("doctor", server.url, "--seconds", "2", "--ttft-ms", "50")
     assert found["cause"] == "batch" and "--max-num-seqs" in found["advice"]
@@ -335,7 +352,8 @@ def test_a_server_that_gets_no_core(tiny_artifact: Path) -> None:
         load(server, 1, 0.1, max_tokens=5),
         stuttering(server.process.pid, runs=0.3, stands=0.3),
     ):
-        time.sleep(1)
+        page = Endpoint.parse(server.url)
+        wait_until(lambda: Page.fetch(page).sum("inferc_event_loop_lag_seconds") > 0.1, "its own loop comes late")
         found = doctor(server.url, "--ttft-ms", "5000", "--tbt-ms", "2000", "--rtt-ms", "20")
     assert found["cause"] == "network" and "The server's own process comes late" in found["advice"]
 
@@ -348,6 +366,6 @@ def test_an_engine_that_gets_no_core(tiny_artifact: Path) -> None:
         load(server, 2, max_tokens=100),
         stuttering(server.engine.pid, runs=0.05, stands=0.2),
     ):
-        time.sleep(1)
+        wait_until_loaded(server, running=2)
         found = doctor(server.url, "--ttft-ms", "0.01", "--tbt-ms", "1000", "--rtt-ms", "1000")
     assert found["cause"] == "device" and "something else uses the cores" in found["advice"]

@@ -5,7 +5,6 @@ import json
 import random
 import socket
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hostile import a_call, a_flood, a_tensor_call, damaged
 from http_calls import request
-from serving import Server
+from serving import Server, wait_until
 
 from inferc.client import Client
 from inferc.serve.grpc.server import INFERENCE, KSERVE
@@ -47,10 +46,7 @@ def check_alive(server: Server, engine: int) -> None:
     assert request(server.url, "/health").status == 200
     with Client(server.address, timeout=30) as client:
         assert len(client.complete("abc", max_tokens=3, temperature=0.0, ignore_eos=True)[0].token_ids) == 3
-        deadline = time.monotonic() + 20
-        while client.loads().num_requests or client.loads().kv_usage:
-            assert time.monotonic() < deadline, "something of it is left"
-            time.sleep(0.05)
+        wait_until(lambda: not (client.loads().num_requests or client.loads().kv_usage), "nothing of it is left")
     assert server.engine.pid == engine
     assert "Traceback" not in server.log and "internal error" not in server.log, server.log[-3000:]
 

@@ -3,9 +3,9 @@
 import asyncio
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,12 +84,14 @@ def test_a_hung_engine_is_killed_and_comes_back(tiny_artifact: Path) -> None:
 @pytest.mark.slow
 def test_an_engine_that_keeps_dying_is_given_up(tiny_artifact: Path) -> None:
     with Server(tiny_artifact) as server, Client(server.address, retries=0) as client:
-        deadline = time.monotonic() + 60
-        while health(server.address) == SERVING or "not started again" not in server.log:
-            assert time.monotonic() < deadline
-            for child in psutil.Process(server.process.pid).children():
-                child.kill()
-            time.sleep(0.1)
+
+        def is_given_up() -> bool:
+            for child in server.children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+            return health(server.address) != SERVING and "not started again" in server.log
+
+        wait_until(is_given_up, "the engine is given up", seconds=60)
         with pytest.raises(ServerError, match="it is not started again: restart the server") as raised:
             client.complete("abc")
         assert raised.value.code == "UNAVAILABLE"
@@ -104,7 +106,8 @@ def test_sigterm_while_the_engine_starts_again_loses_nothing(tiny_artifact: Path
             (want,) = client.complete("xyz", max_tokens=6, **GREEDY)
             server.engine.suspend()
             waiting = [pool.submit(client.complete, "xyz", max_tokens=6, **GREEDY) for _ in range(3)]
-            time.sleep(0.3)  # they are on their way to an engine that does not listen
+            are_open = partial(counted, server, "inferc_requests_open", tiny_artifact.name)
+            wait_until(lambda: are_open() == 3, "they are on their way to an engine that does not listen")
             server.engine.kill()
             server.terminate()
             assert [future.result(30) for future in waiting] == [[want]] * 3

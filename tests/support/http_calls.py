@@ -40,10 +40,15 @@ class Reply:
 
 
 def request(
-    url: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, method: str | None = None
+    url: str,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+    method: str | None = None,
+    timeout: float = TIMEOUT,
 ) -> Reply:
-    """body: bytes as they are, anything else as JSON."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT)
+    """body: bytes as they are, anything else as JSON; timeout: seconds in which the next of the answer must come."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
     try:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         sent = {"content-type": "application/json", **(headers or {})}

@@ -21,6 +21,7 @@ CHECKOUT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
 """The environment variables of another interpreter than the tests', which has packages of its own."""
 INFERC = (sys.executable, "-m", "inferc")
 START_SECONDS = 60.0
+PAUSE_SECONDS = 0.02  # between two looks at what another process does
 FAKETIME = [*Path("/usr/lib").glob("*/faketime/libfaketime.so.1")]
 """The library that gives a process another clock, if it is installed."""
 
@@ -34,10 +35,15 @@ def run_inferc(
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"after {seconds:g} s still not: {what}"
-        time.sleep(0.02)
+    """Ask again and again for what another process does, which sends no event.
+
+    seconds: the pauses together, so that a machine that is slow to answer gets longer.
+    """
+    for _ in range(round(seconds / PAUSE_SECONDS)):
+        if condition():
+            return
+        time.sleep(PAUSE_SECONDS)
+    raise AssertionError(f"after pauses of {seconds:g} s still not: {what}")
 
 
 @final

@@ -5,7 +5,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -402,7 +401,15 @@ def test_who_sends_next_to_nothing_or_heads_without_end_holds_no_place(
 
 
 def test_a_large_body_that_comes_slowly_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.3)
+    """Between any two pieces of it the server looks whether enough came since it looked last."""
+    take = http_protocol.Protocol.data_received
+    taken: asyncio.Queue[tuple[http_protocol.Protocol, int]] = asyncio.Queue()
+
+    def data_received(self: http_protocol.Protocol, data: bytes) -> None:
+        take(self, data)
+        taken.put_nowait((self, len(data)))
+
+    monkeypatch.setattr(http_protocol.Protocol, "data_received", data_received)
     models: Any = SimpleNamespace(is_serving=True)
     metrics: Any = SimpleNamespace(responses=Counter())
 
@@ -411,11 +418,16 @@ def test_a_large_body_that_comes_slowly_is_taken(monkeypatch: pytest.MonkeyPatch
         server = HttpServer(make_app(models, metrics, Access()), listener)
         running = asyncio.create_task(server.run_until_stopped())
         reader, writer = await asyncio.open_connection(*http_address.name_of(listener).split(":"))
-        writer.write(HEAD + b"content-length: 320000\r\n\r\n")
-        for _ in range(10):
+        head, num_taken = HEAD + b"content-length: 320000\r\n\r\n", 0
+        writer.write(head)
+        for number in range(10):
             writer.write(b" " * 32_000)
-            await writer.drain()
-            await asyncio.sleep(0.1)
+            while num_taken < len(head) + 32_000 * (number + 1):
+                protocol, count = await asyncio.wait_for(taken.get(), 10)
+                num_taken += count
+            if number < 9:
+                protocol._stop_looking()  # the next look is now, and not when it is due
+                protocol._look()
         answer = await asyncio.wait_for(reader.read(65536), 10)
         writer.close()
         server.stop()
@@ -495,14 +507,13 @@ def test_a_reader_that_sleeps_stalls_nobody_and_misses_nothing(url: str, served:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     body = {"prompt": "abc", "n": 32, "max_tokens": 200, "ignore_eos": True, "logprobs": 32, "stream": True}
     options = {"return_token_ids": True}
-    connection.request("POST", COMPLETIONS, json.dumps({**body, **options}), {"content-type": "application/json"})
-    answer = connection.getresponse()
-    first = answer.readline()
-    with Client(served) as client:
-        start = time.monotonic()
+    with Client(served, timeout=20) as client:
+        before = client.loads().output_tokens
+        connection.request("POST", COMPLETIONS, json.dumps({**body, **options}), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        first = answer.readline()
         assert client.complete("abc", max_tokens=20, ignore_eos=True)[0].finish_reason == "length"
-        assert time.monotonic() - start < 20
-        time.sleep(1)
+        wait_until(lambda: client.loads().output_tokens >= before + 32 * 200 + 20, "all is made while it sleeps", 60)
     lines = [first, *answer.read().split(b"\n")]
     connection.close()
     events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,13 +160,12 @@ def test_a_collector_that_does_not_answer_holds_up_no_end(
     monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         traces = Tracing(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        now = time.monotonic()
-        stream: Any = SimpleNamespace(arrived_at=now, steps=None, traced=None, num_starts=1)
+        at = 100.0
+        stream: Any = SimpleNamespace(arrived_at=at, steps=None, traced=None, num_starts=1)
         traces.begin(stream, "m")
-        traces.end(stream, Ended("stop", now, 1, 0, [now], [now], [1]), "m", "r")
+        traces.end(stream, Ended("stop", at, 1, 0, [at], [at], [1]), "m", "r")
         traces.close()
-        assert time.monotonic() - now < 4, "it is given five seconds for every 512 spans"
-    assert "the collector of traces does not answer" in caplog.text
+    assert "the collector of traces does not answer" in caplog.text, "it left before those who send had given up"
 
 
 @pytest.mark.parametrize(
