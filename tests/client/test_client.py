@@ -1,9 +1,10 @@
 """What the client refuses before it sends anything, and when it tries again: no real server runs here."""
 
 import asyncio
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -50,12 +51,31 @@ def test_one_stop_string_is_one() -> None:
     assert list(generate_request("a", "", stop=["END", "."]).sampling.stop) == ["END", "."]
 
 
-class Busy:
-    """A server that takes nothing, a fifth of a second after it was asked, and says when another try is worth while."""
+class Clock:
+    """A clock for the client that only moves on when somebody works or pauses."""
 
     def __init__(self) -> None:
-        self.retry_after = "0.05"
+        self.now = 1000.0
+        self._lock = threading.Lock()
+
+    def pass_by(self, seconds: float) -> None:
+        with self._lock:
+            self.now += seconds
+
+    async def pass_by_async(self, seconds: float) -> None:
+        self.pass_by(seconds)
+
+
+class Busy:
+    """A server that takes nothing, 20 s after it was asked, and says when another try is worth while.
+
+    The seconds are those of the client's clock. A call ends at its deadline, as gRPC sees to in real time.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.retry_after = "5"
         self.num_calls = 0
+        self._clock = clock
         self._server = grpc.server(ThreadPoolExecutor(4))
         handlers = {
             "Complete": grpc.unary_unary_rpc_method_handler(self._refuse),
@@ -67,7 +87,11 @@ class Busy:
 
     def _refuse(self, data: bytes, context: Any) -> None:
         self.num_calls += 1
-        time.sleep(0.2)
+        left = context.time_remaining()
+        if left is not None and left < 20:
+            self._clock.pass_by(left)
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline is over")
+        self._clock.pass_by(20)
         context.set_trailing_metadata((("retry-after", self.retry_after),))
         context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
 
@@ -76,8 +100,18 @@ class Busy:
 
 
 @pytest.fixture
-def busy() -> Iterator[Busy]:
-    server = Busy()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which the client counts and pauses."""
+    made = Clock()
+    monkeypatch.setattr("inferc.client.messages.time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr("inferc.client.client.time", SimpleNamespace(sleep=made.pass_by))
+    monkeypatch.setattr("inferc.client.client.asyncio", SimpleNamespace(sleep=made.pass_by_async))
+    return made
+
+
+@pytest.fixture
+def busy(clock: Clock) -> Iterator[Busy]:
+    server = Busy(clock)
     yield server
     server.close()
 
@@ -103,15 +137,17 @@ def ask(kind: str, busy: Busy, **options: Any) -> InfercError:
 
 
 @pytest.mark.parametrize("kind", ["stream", "whole", "async stream", "async whole"])
-def test_all_tries_together_end_in_time(busy: Busy, kind: str) -> None:
+def test_all_tries_together_end_in_time(busy: Busy, clock: Clock, kind: str) -> None:
+    start = clock.now
     assert "busy" in str(ask(kind, busy)) and busy.num_calls == 3
-    start = time.monotonic()
-    ask(kind, busy, retries=20, timeout=0.6)
-    assert busy.num_calls < 3 + 4
-    assert time.monotonic() - start < 4, "twenty tries take five seconds"
-    busy.num_calls, busy.retry_after = 0, "60"
-    assert "busy" in str(ask(kind, busy, timeout=0.6)), "there is no time to wait for another try"
-    assert busy.num_calls == 1
+    assert 68 <= clock.now - start <= 72, "with two pauses of five seconds, more or less"
+    start, busy.num_calls = clock.now, 0
+    ask(kind, busy, retries=20, timeout=60)
+    assert busy.num_calls == 3, "the last one has what is left of the time"
+    assert 50 < clock.now - start < 61, "twenty tries take 500 s"
+    start, busy.num_calls, busy.retry_after = clock.now, 0, "60"
+    assert "busy" in str(ask(kind, busy, timeout=22)), "there is no time to wait for another try"
+    assert busy.num_calls == 1 and clock.now - start == 20
 
 
 def test_a_date_to_come_back_at_is_no_number_of_seconds(busy: Busy) -> None:
