@@ -6,6 +6,7 @@ blocks, positions, lengths or late ids is noticed: what each KV group has in sig
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections import deque
@@ -340,14 +341,22 @@ def make_engine(
     return engine
 
 
-def make_slowly(sleep: float) -> Engine:
-    time.sleep(sleep)
+def make_for_ever(begun: str) -> Engine:
+    """Load without an end; begun: a FIFO that is opened, and closed again, when the loading has begun."""
+    with open(begun, "wb"):
+        pass
+    wait_for_ever()
     return make_engine()
 
 
-def make_breaking(close_seconds: float = 0.0) -> Engine:
-    """It breaks in its third step, and then takes so long to end."""
+def make_breaking(ends: bool = True) -> Engine:
+    """It breaks in its third step, and then comes to its end or does not."""
     engine = make_engine()
     engine.runner.fail_at = 3  # type: ignore[attr-defined]
-    engine.runner.close = lambda: time.sleep(close_seconds)  # type: ignore[method-assign]
+    if not ends:
+        engine.runner.close = wait_for_ever  # type: ignore[method-assign]
     return engine
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()

@@ -6,12 +6,13 @@ import contextlib
 import errno
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -387,7 +388,7 @@ def test_what_an_engine_stops_for_is_for_its_log(capfd: pytest.CaptureFixture[st
 def test_a_broken_engine_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one needs its memory, and nobody holds on to this one any more."""
     monkeypatch.setattr(engine_process, "KILL_AFTER_SECONDS", 0.3)
-    client = EngineProcess({"close_seconds": 60}, factory="fake_runner:make_breaking").wait_until_ready()
+    client = EngineProcess({"ends": False}, factory="fake_runner:make_breaking").wait_until_ready()
     client.add([1], SamplingParams(max_tokens=20), lambda event: None)
     client.join(20)
     assert client.stopped == STOPPED and not is_alive(client.pid)
@@ -427,35 +428,41 @@ def test_a_child_that_reads_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPa
             os.kill(client.pid, signal.SIGKILL)
 
 
-def test_closing_while_it_loads_ends_the_wait() -> None:
-    client = EngineProcess({"sleep": 60}, factory="fake_runner:make_slowly")
-    closing = threading.Timer(0.3, client.close)
+def test_closing_while_it_loads_ends_the_wait(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    client = EngineProcess({"begun": str(begun)}, factory="fake_runner:make_for_ever")
+
+    def close_when_it_loads() -> None:
+        begun.read_bytes()
+        client.close()
+
+    closing = threading.Thread(target=close_when_it_loads, daemon=True)
     closing.start()
     with pytest.raises(InfercError, match="ended before it was ready"):
         client.wait_until_ready()
-    closing.join()
-    assert not is_alive(client.pid)
+    closing.join(20)
+    assert not closing.is_alive() and not is_alive(client.pid)
 
 
 def test_the_engine_ends_with_its_parent() -> None:
     program = (
         "from inferc.runtime.engine.process import EngineProcess\n"
-        "import time\n"
+        "import sys\n"
         f"print(EngineProcess({{}}, factory={FACTORY!r}).wait_until_ready().pid, flush=True)\n"
-        "time.sleep(60)\n"
+        "sys.stdin.read()\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
-    assert parent.stdout is not None
-    with parent.stdout:
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
         child = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    for _ in range(500):
-        if not is_alive(child):
-            return
-        time.sleep(0.01)
-    raise AssertionError("the engine process outlives its parent")
+        ended = os.pidfd_open(child)
+        parent.kill()
+    try:
+        assert select.select([ended], [], [], 20)[0], "the engine process outlives its parent"
+    finally:
+        os.close(ended)
 
 
 def is_alive(pid: int) -> bool:

@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,12 +35,16 @@ class Tier:
         self.blocks = pool.reshape(-1, BLOCK)
         self.disk.attach([self.blocks], [2])
 
+    def settle(self) -> None:
+        """Wait until the tier's thread has done what it was given so far, which it does in order."""
+        settled = threading.Event()
+        self.disk._jobs.put(settled.set)
+        assert settled.wait(10), "the thread does not come to it"
+
     def wait(self) -> Done:
-        end = time.monotonic() + 10
-        while not (done := self.disk.take_done()):
-            assert time.monotonic() < end, "nothing comes"
-            time.sleep(0.001)
-        return done[0]
+        self.settle()
+        (done,) = self.disk.take_done()
+        return done
 
     def store(self, place: int, value: int, name: bytes) -> Done:
         self.blocks[1] = value
@@ -219,16 +223,14 @@ def test_what_was_refused_holds_nothing(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, sys, time
+import os, signal, sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 from test_disk import A, B, Tier
 tier = Tier(Path({folder!r}))
 assert tier.store(0, 1, A).failure is None
 assert tier.store(1, 2, B).failure is None
-end = time.monotonic() + 10
-while (Path(tier.disk.folder) / "journal").stat().st_size < 128 and time.monotonic() < end:
-    time.sleep(0.001)
+tier.settle()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
