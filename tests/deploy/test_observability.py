@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from contextlib import ExitStack
@@ -222,6 +221,11 @@ class Prometheus:
         assert found["status"] == "success", found
         return found["data"]
 
+    def number(self, query: str) -> float:
+        """Return the value of a query; 0 as long as there is none."""
+        found = self.get("query", query=query)["result"]
+        return float(found[0]["value"][1]) if found else 0.0
+
     def firing(self, server: str) -> set[str]:
         """The alerts of one server."""
         return {
@@ -263,7 +267,7 @@ def test_alerts_fire_under_planted_load_and_are_silent_otherwise(tiny_artifact: 
             wait_until(lambda: wanted <= prometheus.firing(server), f"{server}: {sorted(wanted)} fire", seconds=60)
 
         with load(servers["calm"], 1, 0.2, max_tokens=5):
-            time.sleep(15)
+            wait_until(lambda: prometheus.number("min(count_over_time(up[5m]))") >= 15, "all were scraped 15 times", 60)
             assert {name: prometheus.firing(name) for name in servers} == {name: set() for name in servers}
             # Every panel of the dashboard asks what Prometheus can answer, and those of latencies have answers now.
             for expr in expressions():
@@ -275,13 +279,15 @@ def test_alerts_fire_under_planted_load_and_are_silent_otherwise(tiny_artifact: 
         with load(servers["full"], 6, prompt_len=230, max_tokens=25):  # one of these has all of the cache
             wait_for("full", "InfercKvCacheFull")
         with load(servers["stuck"], 4, max_tokens=100):
-            time.sleep(14)
+            busy = 'count_over_time((rate(inferc_output_tokens_total{server="stuck"}[5s]) > 0)[1m:1s])'
+            wait_until(lambda: prometheus.number(busy) >= 14, "it has made tokens for 14 s", 60)
             assert not prometheus.firing("stuck") & {"InfercDeviceIdle", "InfercThroughputDropped"}
             servers["stuck"].engine.suspend()
             wait_for("stuck", "InfercDeviceIdle", "InfercThroughputDropped")
             servers["stuck"].engine.resume()
         with load(servers["dying"], 4, n=8, max_tokens=200):
-            time.sleep(2)
+            with Client(servers["dying"].address) as client:
+                wait_until(lambda: client.loads().num_running >= 8, "requests run")
             servers["dying"].engine.kill()
             wait_for("dying", "InfercEngineRestarted", "InfercRequestsFail")
             kill_until_given_up(servers["dying"])
