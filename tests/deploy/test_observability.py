@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import urllib.error
 import urllib.parse
 import urllib.request
 from contextlib import ExitStack
@@ -213,6 +214,14 @@ class Prometheus:
 
         wait_until(is_listening, "Prometheus listens")
         self._address = found[0]
+        wait_until(self._is_ready, "Prometheus answers queries")
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=20):
+                return True
+        except urllib.error.HTTPError:  # 503 until it has read its data
+            return False
 
     def get(self, path: str, **query: str) -> Any:
         url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(query)}"

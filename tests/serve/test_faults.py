@@ -3,7 +3,7 @@
 import json
 import resource
 import subprocess
-from functools import partial
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,11 @@ SHORT = {"prompt": "abc", "max_tokens": 5, "ignore_eos": True}
 def answers(url: str) -> bool:
     reply = request(url, COMPLETIONS, SHORT)
     return reply.status == 200 and reply.json["usage"]["completion_tokens"] == 5
+
+
+def time_of(url: str) -> float:
+    """The server's own time of day."""
+    return parsedate_to_datetime(request(url, "/health").headers["date"]).timestamp()
 
 
 @pytest.mark.slow
@@ -112,8 +117,8 @@ def test_a_clock_that_jumps(tiny_artifact: Path, tmp_path: Path, monkeypatch: py
             assert tokens == 64 * 200
             created = request(server.url, COMPLETIONS, SHORT).json["created"]
             assert abs(created - before - 86400 * int(jump[:-1])) < 3600, "it did jump"
-            now = partial(request, server.url, COMPLETIONS, SHORT)
-            wait_until(lambda: now().json["created"] >= created + 3, "its engine was asked for its counters meanwhile")
+            # Asked of the server alone: under libfaketime an engine that is kept busy hangs at times, jump or not.
+            wait_until(lambda: time_of(server.url) >= created + 3, "its engine was asked for its counters meanwhile")
             assert answers(server.url) and request(server.url, "/health").status == 200
             assert server.engine.pid == engine and client.loads().num_restarts == 0
         page = request(server.url, "/metrics").body.decode()

@@ -149,6 +149,7 @@ class Listening:
         raise AssertionError("nothing fails here")
 
 
+@pytest.mark.slow
 def test_a_step_that_has_no_one_to_exchange_with_is_refused() -> None:
     model = Model(random_module("llama"))
     own = partition(model.prepared, CPU, Ranks(tp=2))[1]

@@ -121,6 +121,7 @@ def test_what_is_refused(options: dict[str, object], message: str, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_bfloat16_on_a_chip_without_it_is_refused_in_one_line(tmp_path: Path) -> None:
     config = CompileConfig(target="tensorrt:sm_75", max_model_len=256, certify="none")
     with pytest.raises(

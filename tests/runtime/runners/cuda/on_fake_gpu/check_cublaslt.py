@@ -37,6 +37,7 @@ def computed(pair: Pair) -> list[int]:
     return rows
 
 
+@pytest.mark.slow
 def test_logits_are_the_references(pair: Pair) -> None:
     for plan in (*plans(), make_plan([(0, [5], 11)])):
         computed(pair)
