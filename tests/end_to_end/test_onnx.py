@@ -46,7 +46,10 @@ ONNX = CompileConfig(target="onnx", certify="none")
 GREEDY = inferc.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=(MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])))
+SELDOM = [pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:]]
+
+
+@pytest.fixture(scope="module", params=(MODELS[0], *SELDOM))
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A shipped model, and its artifacts for onnxruntime and for the cpu, in float32."""
     folder, source = tmp_path_factory.mktemp("onnx"), SHIPPED / request.param

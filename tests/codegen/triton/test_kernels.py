@@ -39,7 +39,7 @@ def interpreted() -> dict[str, dict[str, list[list[float]]]]:
 def run_interpreted(depends: str) -> Any:
     path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, INTERPRETED, "--depends", depends]
+    command = [sys.executable, str(INTERPRETED), "--depends", depends]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
