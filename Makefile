@@ -32,7 +32,7 @@ INFERC := $(PY) -m inferc
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 DEMO_OUT := out/tiny-llama
 
-.PHONY: help install demo check test test-all test-gpu-versions sanitize lint types unit peers bench bench-ladder wheel protos \
+.PHONY: help install demo check test test-all test-gpu-versions sanitize lint types unit coverage peers bench bench-ladder wheel protos \
     dashboards gpu-test gpu-bench gpu-all gpu-packages gpu-tune clean
 
 help:  ## list the targets
@@ -88,6 +88,13 @@ test-gpu-versions: $(GPU_VENV)/.installed  ## what compiles, against the second 
 
 unit: $(READY)  ## the tests alone: make unit ARGS='tests/passes -x'
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
+
+# Processes that tests start are measured too, which patch.subprocess of pyproject.toml sees to.
+coverage: $(READY)  ## the lines of each part that make test's tests run: an hour (ARGS='tests/passes' for some)
+	rm -rf out/coverage; mkdir -p out/coverage
+	$(PY) -m coverage run -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder -m 'not gpu and not slow' $(ARGS)
+	$(PY) -m coverage combine --quiet
+	$(PY) tools/coverage_by_part.py out/coverage/data
 
 # TSan knows the barrier's atomics; memory that only uninstrumented code touches is not its business. To compile the kernels of one
 # instruction set takes minutes here, which count as the time of the first test that asks for them.

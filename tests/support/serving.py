@@ -22,6 +22,8 @@ CHECKOUT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
 INFERC = (sys.executable, "-m", "inferc")
 START_SECONDS = 60.0
 PAUSE_SECONDS = 0.02  # between two looks at what another process does
+IS_MEASURED = "COVERAGE_PROCESS_CONFIG" in os.environ
+"""Whether coverage.py measures the processes that tests start."""
 FAKETIME = [*Path("/usr/lib").glob("*/faketime/libfaketime.so.1")]
 """The library that gives a process another clock, if it is installed."""
 
@@ -97,6 +99,13 @@ class Server:
     def __enter__(self) -> Server:
         return self
 
+    def _end(self, children: list[psutil.Process]) -> None:
+        """Let the processes come to their ends, where they write what they ran."""
+        for process in (self.process, *children):
+            with contextlib.suppress(psutil.NoSuchProcess, subprocess.TimeoutExpired, psutil.TimeoutExpired):
+                process.terminate()
+                process.wait(5)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -104,6 +113,8 @@ class Server:
             children = psutil.Process(self.process.pid).children()
         except psutil.NoSuchProcess:
             children = []
+        if IS_MEASURED:
+            self._end(children)
         self.process.kill()
         for child in children:  # one that a test suspended would not see that its server is gone
             with contextlib.suppress(psutil.NoSuchProcess):
