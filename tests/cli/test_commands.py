@@ -80,6 +80,7 @@ def test_compile(tiny_llama_folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "engine.json").is_file()
 
 
+@pytest.mark.slow
 def test_compile_and_inspect_a_quantized_model(tmp_path: Path) -> None:
     folder = make_random_model("qwen3_moe", tmp_path / "model", "bfloat16")
     options = ["--quantize", "w8a8", "--target", "reference", "--certify", "none"]

@@ -33,10 +33,8 @@ def size(x: Tensor) -> float:
     return float(x.pow(2).mean(-1).sqrt().median())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "gemma2" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
-)
+@pytest.mark.slow  # make test has a certificate of such a cache (tests/compiler/test_certify_quantized.py)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_kernels_do_what_the_oracle_does(name: str, tmp_path: Path) -> None:
     """But for numbers that another order of additions rounds to the neighbouring integer."""
     family = FAMILIES[name]

@@ -179,8 +179,12 @@ def test_a_template_that_refuses_all_conversations_is_named(
     ("template", "why"),
     [
         ("{% for message in messages", "cannot be read: unexpected end of template"),
-        ("{% for message in messages %}{{ message.content | nosuch }}{% endfor %}", "cannot be read: No filter named"),
-        ("", "leaves out what the user says"),
+        pytest.param(
+            "{% for message in messages %}{{ message.content | nosuch }}{% endfor %}",
+            "cannot be read: No filter named",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("", "leaves out what the user says", marks=pytest.mark.slow),
         ("hello", "leaves out what the user says"),
         ("{{ raise_exception('no chats') }}", "no chats"),
     ],
