@@ -54,10 +54,9 @@ def test_samples_more_as_the_oracle_does(other_faults: dict[str, list[str]], cas
     assert not other_faults[case], "\n".join(other_faults[case][:10])
 
 
-@pytest.mark.parametrize(
-    "arch", [pytest.param(arch, marks=pytest.mark.slow) if arch != "sm_90" else arch for arch in ARCHS]
-)
-@pytest.mark.parametrize("vocab", [VOCABS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in VOCABS[1:])])
+@pytest.mark.quick(f"{VOCABS[0]}-sm_90")
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("vocab", VOCABS)
 def test_compiles_within_its_budget(vocab: int, arch: str) -> None:
     """`build` refuses what spills more than its source allows, or does not fit its launch record."""
     for name, source in kernels_of(vocab).items():
