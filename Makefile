@@ -29,11 +29,12 @@ endif
 
 INFERC := $(PY) -m inferc
 # A file is run by one process, in the order of conftest.py.
-PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
+TESTS := -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
+PYTEST := $(PY) $(TESTS)
 DEMO_OUT := out/tiny-llama
 
-.PHONY: help install demo check test test-all test-gpu-versions sanitize lint types unit coverage peers bench bench-ladder wheel protos \
-    dashboards gpu-test gpu-bench gpu-all gpu-packages gpu-tune clean
+.PHONY: help install demo check test test-all test-gpu-versions sanitize lint types unit coverage peers bench bench-ladder \
+    wheel protos dashboards gpu-test gpu-bench gpu-all gpu-packages gpu-tune clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,7 +81,7 @@ with_python = @if .ci/find_python $(1) >/dev/null; then $(MAKE) $(2); \
 
 # From a checkout on the path, as on a machine with a GPU where nothing is installed. Of the tests that need a GPU, all that
 # they compile.
-GPU_PYTEST := PYTHONPATH=$(CURDIR)/src $(GPU_VENV)/bin/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
+GPU_PYTEST := PYTHONPATH=$(CURDIR)/src $(GPU_VENV)/bin/python $(TESTS)
 VERSIONED := tests/frontend tests/passes tests/codegen/triton tests/codegen/onnx tests/end_to_end/test_families.py
 test-gpu-versions: $(GPU_VENV)/.installed  ## what compiles, against the second set of versions (constraints-gpu.txt)
 	$(GPU_PYTEST) -m 'not gpu' $(VERSIONED) $(ARGS)
@@ -90,9 +91,9 @@ unit: $(READY)  ## the tests alone: make unit ARGS='tests/passes -x'
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
 
 # Processes that tests start are measured too, which patch.subprocess of pyproject.toml sees to.
-coverage: $(READY)  ## the lines of each part that make test's tests run: an hour (ARGS='tests/passes' for some)
+coverage: $(READY)  ## the lines of each part that make test's tests run (ARGS='tests/passes' for some)
 	rm -rf out/coverage; mkdir -p out/coverage
-	$(PY) -m coverage run -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder -m 'not gpu and not slow' $(ARGS)
+	$(PY) -m coverage run $(TESTS) -m 'not gpu and not slow' $(ARGS)
 	$(PY) -m coverage combine --quiet
 	$(PY) tools/coverage_by_part.py out/coverage/data
 

@@ -2,7 +2,7 @@
 
     make coverage                                            (make test's tests; ARGS='tests/passes' for some)
     python tools/coverage_by_part.py out/coverage/data       (a run that is over)
-    python tools/coverage_by_part.py BEFORE AFTER            (two runs side by side, and what the second lost)
+    python tools/coverage_by_part.py BEFORE AFTER            (two runs of the same sources side by side)
 
 A part is a folder of the package, or one of a stage's folders. Lines count as coverage.py counts statements; processes
 that tests start are measured too, kernels are not: they are C++ or run on a GPU.

@@ -248,13 +248,10 @@ class _Builder:
             made = self.folder / f"{self.common}.gch"
             included = self._included(f'#include "{self.common}"')
             kept = Path(_scratch().name) / f"{self._digest(shared, included)}.gch"
-            if kept.exists():
-                shutil.copyfile(kept, made)
-            else:
+            if not kept.exists():
                 self._run(*shared, "-w", "-x", "c++-header", self.common, "-o", made.name)
-                with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-                    file.write(made.read_bytes())
-                os.replace(file.name, kept)
+                shutil.move(made, kept)
+            made.symlink_to(kept)
 
     def compile(self, unit: Unit) -> None:
         assert self.folder is not None
