@@ -150,12 +150,12 @@ class _Server:
         self.access = Access(config.api_keys, config.limits)
         self.metrics = MetricsPage(self.models, config.metrics_compat)
         self._certificates = self._open_certificates()
+        self._publisher = self._open_publisher()
         credentials = None if self._certificates is None else self._certificates.grpc_credentials()
         self.grpc = GrpcServer(config.host, config.grpc_port, credentials, limits.grpc)
         self._listener = None if config.http_port is None else http_address.bind(config.host, config.http_port)
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
-        self._publisher = self._open_publisher()
         self._under_way = UnderWay()
         self._changed = asyncio.Event()
         self._is_draining = False

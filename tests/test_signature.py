@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import run_inferc
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
@@ -19,7 +20,6 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 from manifests import rewrite_manifest
-from serving import run_inferc
 
 from inferc.errors import ArtifactError, ConfigError
 from inferc.runtime.artifact.inspect import inspect_artifact

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import typer
-from serving import ENV, INFERC, run_inferc, wait_until
+from command_line import run_inferc
+from serving import ENV, INFERC, wait_until
 from typer.testing import CliRunner
 
 from inferc.cli.main import app
@@ -23,7 +24,7 @@ HEURISTIC = pytest.mark.skipif(
 )
 
 
-def refused(*arguments: str | Path, code: int = 2, stdin: str | None = None) -> str:
+def refused(*arguments: str | Path, code: int = 2, stdin: str | bytes | None = None) -> str:
     """The message of a command that must fail."""
     done = run_inferc(*arguments, stdin=stdin)
     assert done.returncode == code, (done.returncode, done.stderr)
@@ -47,17 +48,9 @@ def artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_artifact, tmp_path / "artifact"))
 
 
-def refused_here(*arguments: str | Path, stdin: bytes | None = None) -> str:
-    """As `refused`, in this process: importing torch for each test would take most of its time."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
-    assert result.exit_code == 2, result.output
-    assert not result.stdout
-    return str(result.stderr)
-
-
 def refused_compile(model: Path, *options: str) -> str:
     out = model.parent / "out"
-    message = one_line(refused_here("compile", model, "-o", out, "--certify", "none", *options))
+    message = one_line(refused("compile", model, "-o", out, "--certify", "none", *options))
     assert not out.exists() and not [path for path in model.parent.iterdir() if path.name.startswith((".out", "out"))]
     return message
 
@@ -75,14 +68,14 @@ def test_no_config(model: Path) -> None:
 
 
 def test_an_artifact_is_not_compiled_again(tiny_artifact: Path, tmp_path: Path) -> None:
-    message = one_line(refused_here("compile", tiny_artifact, "-o", tmp_path / "out"))
+    message = one_line(refused("compile", tiny_artifact, "-o", tmp_path / "out"))
     assert f"{tiny_artifact} is an artifact, compiled already; give the Hugging Face folder" in message
     assert message.endswith(f"or use it: inferc serve {tiny_artifact}\n")
 
 
 def test_the_public_half_of_a_key_does_not_sign(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["sign", "--new-key", str(tmp_path / "rel.key")]).exit_code == 0
-    message = one_line(refused_here("sign", tmp_path / "out", "--key", tmp_path / "rel.key.pub"))
+    message = one_line(refused("sign", tmp_path / "out", "--key", tmp_path / "rel.key.pub"))
     expected = f"{tmp_path}/rel.key.pub is the public half of a key; sign with the private one, {tmp_path}/rel.key"
     assert message == f"inferc: {expected}\n"
 
@@ -163,12 +156,12 @@ def test_options_that_are_not_built_are_unknown(model: Path, option: str) -> Non
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_unwritable_output_folder(tiny_llama_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
-    assert "locked" in one_line(refused_here("compile", tiny_llama_folder, "-o", tmp_path / "locked" / "out"))
+    assert "locked" in one_line(refused("compile", tiny_llama_folder, "-o", tmp_path / "locked" / "out"))
 
 
 def test_unwritable_output(tiny_llama_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    assert "file" in one_line(refused_here("compile", tiny_llama_folder, "-o", tmp_path / "file" / "out"))
+    assert "file" in one_line(refused("compile", tiny_llama_folder, "-o", tmp_path / "file" / "out"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -188,8 +181,9 @@ def test_interrupt_leaves_nothing_half_written(number: signal.Signals, tiny_llam
 
 def test_no_artifact(tmp_path: Path, tiny_llama_folder: Path) -> None:
     assert "no artifact at" in one_line(refused("generate", tmp_path / "none", "--prompt", "a"))
-    assert "compile it first" in one_line(refused("serve", tiny_llama_folder))
-    assert one_line(refused("serve", "meta-llama/Llama-3.1-8B")) == (
+    ports = ("--grpc-port", "0", "--http-port", "0")
+    assert "compile it first" in one_line(refused("serve", tiny_llama_folder, *ports))
+    assert one_line(refused("serve", "meta-llama/Llama-3.1-8B", *ports)) == (
         "inferc: no artifact at meta-llama/Llama-3.1-8B: there is no such folder; if it is a model of the hub, compile"
         " it first: `inferc compile meta-llama/Llama-3.1-8B -o OUT`, then use OUT\n"
     )
@@ -313,7 +307,7 @@ def test_unknown_option_and_unknown_command(tiny_artifact: Path) -> None:
     ],
 )
 def test_serve_knows_options_of_others(options: tuple[str, ...], message: str) -> None:
-    assert one_line(refused_here("serve", "OUT", *options)) == f"inferc: {message}\n"
+    assert one_line(refused("serve", "OUT", *options)) == f"inferc: {message}\n"
 
 
 def test_serve_knows_what_compile_alone_takes() -> None:
@@ -327,14 +321,14 @@ def test_serve_knows_what_compile_alone_takes() -> None:
 
 
 def test_standard_input_that_is_not_utf8(tiny_artifact: Path) -> None:
-    message = one_line(refused_here("generate", tiny_artifact, "--prompt", "-", stdin=b"one\ncaf\xe9"))
+    message = one_line(refused("generate", tiny_artifact, "--prompt", "-", stdin=b"one\ncaf\xe9"))
     assert "standard input is not UTF-8: byte 7 is 0xe9" in message
-    message = one_line(refused_here("chat", tiny_artifact, stdin=b"\n\ncaf\xe9\n"))
+    message = one_line(refused("chat", tiny_artifact, stdin=b"\n\ncaf\xe9\n"))
     assert "line 3 of standard input is not UTF-8: byte 3 is 0xe9" in message
 
 
 def test_standard_input_is_one_prompt(tiny_artifact: Path) -> None:
-    message = one_line(refused_here("generate", tiny_artifact, "--prompt", "-", "--prompt", "-", stdin=b"hello"))
+    message = one_line(refused("generate", tiny_artifact, "--prompt", "-", "--prompt", "-", stdin=b"hello"))
     assert "--prompt - was given 2 times" in message and "give it once" in message
 
 
@@ -351,7 +345,7 @@ def test_standard_input_is_one_prompt(tiny_artifact: Path) -> None:
     ],
 )
 def test_more_memory_than_there_is(tiny_artifact: Path, options: tuple[str, str], named: str) -> None:
-    message = one_line(refused_here("generate", tiny_artifact, "--prompt", "a", *options))
+    message = one_line(refused("generate", tiny_artifact, "--prompt", "a", *options))
     assert named in message
     assert ("GB are free; lower --" in message) == ("takes" in message)
 
@@ -373,7 +367,7 @@ def test_a_server_without_memory_says_so_in_one_line(tiny_artifact: Path) -> Non
     ],
 )
 def test_serve_checks_its_numbers_before_it_loads(tmp_path: Path, options: tuple[str, str], message: str) -> None:
-    assert message in one_line(refused_here("serve", tmp_path / "none", *options))
+    assert message in one_line(refused("serve", tmp_path / "none", *options))
 
 
 def test_eval_files(tiny_artifact: Path, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_inferc
 from fake_openai import Behaviour, FakeOpenAI
-from serving import ENV, INFERC, Server, run_inferc
+from serving import ENV, INFERC, Server
 from typer.testing import CliRunner
 
 from inferc.bench.own_server import server_options

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_inferc
 from random_models import make_random_model
-from serving import ENV, INFERC, Server, run_inferc, wait_until
+from serving import ENV, INFERC, Server, wait_until
 from typer.testing import CliRunner
 
 from inferc import __version__

@@ -5,7 +5,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from serving import ENV, INFERC, Server, run_inferc
+from command_line import run_inferc
+from serving import ENV, INFERC, Server
 
 
 def test_flags_before_environment_before_file(tmp_path: Path) -> None:

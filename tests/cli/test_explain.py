@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_inferc
 from manifests import read_manifest, rewrite_manifest
-from serving import ENV, INFERC, run_inferc
+from serving import ENV, INFERC
 from typer.testing import CliRunner
 
 from inferc.cli.explain import rendered

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving import run_inferc
+from command_line import run_inferc
 from typer.testing import CliRunner
 
 from inferc.cli.main import app

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from serving import run_inferc
+from command_line import run_inferc
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from command_line import run_inferc
 from loads import load, stuttering
-from serving import ENV, INFERC, Server, run_inferc, wait_until
+from serving import ENV, INFERC, Server, wait_until
 
 from inferc.client import Client
 from inferc.client.diagnosis import Objectives, diagnose

@@ -10,7 +10,8 @@ import grpc
 import pytest
 from batches import num_lines, responses, row, texts, write_rows
 from certificates import Authority
-from serving import ENV, INFERC, Server, run_inferc, wait_until
+from command_line import run_inferc
+from serving import ENV, INFERC, Server, wait_until
 from typer.testing import CliRunner
 
 from inferc.cli.main import app

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_inferc
 from families import FAMILIES
 from random_models import make_random_model
 from safetensors.torch import load_file, save_file
-from serving import run_inferc
 
 import inferc
 from inferc.cli import diff as cli_diff

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_inferc
 from safetensors.torch import load_file, save_file
-from serving import run_inferc
 from typer.testing import CliRunner
 
 from inferc.cli.main import app

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import run_inferc
 from http_calls import request
-from serving import ENV, run_inferc
 
 from inferc.runtime.engine.process import KILL_AFTER_SECONDS
 
@@ -42,7 +42,7 @@ def test_the_unit_can_read_keys_that_are_for_their_owner_alone(tmp_path: Path, m
     """The lines are comments; the variable that they set is one that is read."""
     text = (DEPLOY / "systemd" / "inferc.service").read_text()
     (name,) = re.findall(r"^#Environment=(\w+)=%d/keys.json$", text, re.MULTILINE)
-    monkeypatch.setitem(ENV, name, "/run/keys.json")
+    monkeypatch.setenv(name, "/run/keys.json")
     done = run_inferc("serve", "x", "--print-config")
     assert re.search(r'^api-keys = "/run/keys.json" +# environment$', done.stdout, re.MULTILINE), done.stdout
 

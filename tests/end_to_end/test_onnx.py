@@ -14,10 +14,11 @@ import onnx
 import pytest
 import torch
 import transformers
+from command_line import run_inferc
 from families import DENSE, FAMILIES
 from greedy import greedy_of_hugging_face
 from random_models import make_random_model
-from serving import Server, run_inferc
+from serving import Server
 
 import inferc
 from inferc.client import Client

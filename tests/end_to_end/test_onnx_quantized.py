@@ -7,9 +7,9 @@ from pathlib import Path
 
 import onnx
 import pytest
+from command_line import run_inferc
 from families import DENSE, FAMILIES
 from random_models import make_random_model
-from serving import run_inferc
 
 import inferc
 from inferc.compiler.build import compile

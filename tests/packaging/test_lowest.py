@@ -10,10 +10,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from command_line import run_inferc
 from http_calls import request
 from lowest_versions import PROJECT, is_bound, lowest, lowest_python
 from otlp_collector import Collector
-from serving import CHECKOUT, Server, run_inferc
+from serving import CHECKOUT, Server
 
 from inferc import __version__
 from inferc.client import Client

@@ -9,8 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
+from command_line import run_inferc
 from http_calls import request
-from serving import ENV, FAKETIME, INFERC, Server, run_inferc, wait_until
+from serving import ENV, FAKETIME, INFERC, Server, wait_until
 
 from inferc.client import Client
 from inferc.errors import RequestError

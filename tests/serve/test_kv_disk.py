@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from serving import Server, run_inferc, wait_until
+from command_line import run_inferc
+from serving import Server, wait_until
 
 from inferc.client import Client, Delta
 

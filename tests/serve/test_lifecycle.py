@@ -13,10 +13,11 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from command_line import run_inferc
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_calls import request
-from serving import Server, run_inferc, wait_until
+from serving import Server, wait_until
 
 from inferc.client import AsyncClient, Client, Completion, Delta, ServerError
 from inferc.client.scrape import Page

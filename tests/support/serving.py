@@ -28,10 +28,10 @@ FAKETIME = [*Path("/usr/lib").glob("*/faketime/libfaketime.so.1")]
 """The library that gives a process another clock, if it is installed."""
 
 
-def run_inferc(
+def spawn_inferc(
     *arguments: str | Path, stdin: str | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
+    """Run the command to its end in a process of its own, as users start it."""
     command = [*INFERC, *map(str, arguments)]
     return subprocess.run(command, input=stdin, cwd=cwd, env=ENV, capture_output=True, text=True, check=False)
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import run_inferc
 from manifests import read_manifest
-from serving import run_inferc
 
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig

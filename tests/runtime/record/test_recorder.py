@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import run_inferc
 from families import FAMILIES
 from random_models import make_random_model
-from serving import ENV, INFERC, Server, run_inferc, wait_until
+from serving import ENV, INFERC, Server, wait_until
 
 import inferc
 from inferc.client import Client

@@ -15,8 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from command_line import run_inferc
 from http_calls import request
-from serving import Server, run_inferc, wait_until
+from serving import Server, wait_until
 
 from inferc.client import Client
 from inferc.errors import RequestError

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browser import Watched, chromium
+from command_line import run_inferc
 from http_calls import request
 from observability import ALERT_RULES
 from playwright.sync_api import Browser, Page, expect
-from serving import Server, run_inferc, wait_until
+from serving import Server, wait_until
 
 from inferc.client.scrape import Change
 from inferc.client.scrape import Page as MetricsPage

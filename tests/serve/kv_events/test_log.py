@@ -15,7 +15,8 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from serving import ENV, Server, run_inferc, wait_until
+from command_line import run_inferc
+from serving import ENV, Server, wait_until
 
 from inferc.client import SERVICE, Client, ServerError
 from inferc.errors import ConfigError, RequestError

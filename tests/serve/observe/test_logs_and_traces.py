@@ -11,9 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+from command_line import run_inferc
 from http_calls import request
 from otlp_collector import Collector
-from serving import Server, run_inferc, wait_until
+from serving import Server, wait_until
 
 from inferc.client import Client
 from inferc.errors import RequestError

@@ -13,10 +13,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from command_line import run_inferc
 from http_calls import TIMEOUT, request
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
-from serving import Server, run_inferc, wait_until
+from serving import Server, wait_until
 
 from inferc.client import Client, ServerError
 from inferc.errors import RequestError

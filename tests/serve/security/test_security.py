@@ -19,9 +19,10 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 from certificates import Authority
+from command_line import run_inferc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_calls import request
-from serving import FAKETIME, Server, run_inferc, wait_until
+from serving import FAKETIME, Server, wait_until
 
 from inferc.client import AsyncClient, Client, ServerError, Tls
 from inferc.errors import RequestError

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_inferc
 from random_models import make_random_model
-from serving import run_inferc
 
 pytest.importorskip("triton")
 

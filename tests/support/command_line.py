@@ -1,0 +1,35 @@
+"""The `inferc` command in this process: a process of its own takes a second to import what this one has.
+
+`serving.spawn_inferc` is the command as users start it, for what only a process shows: its imports and its streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from inferc.cli.main import app
+
+
+def run_inferc(
+    *arguments: str | Path, stdin: str | bytes | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end; what it logs is on its standard error, as in a process of its own."""
+    command = [str(argument) for argument in arguments]
+    root, own = logging.getLogger(), logging.getLogger("inferc")
+    before, levels = root.handlers[:], (root.level, own.level)
+    root.handlers = []
+    try:
+        with contextlib.chdir(cwd or Path.cwd()):
+            result = CliRunner().invoke(app, command, input=stdin)
+    finally:
+        root.handlers = before
+        root.setLevel(levels[0])
+        own.setLevel(levels[1])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return subprocess.CompletedProcess(command, result.exit_code, result.stdout, result.stderr)
