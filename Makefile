@@ -63,7 +63,11 @@ NOT_CHECKED := tests/passes/parallel tests/codegen/cpp/test_collectives.py tests
 check: $(READY)  ## passes, IR, scheduler, KV cache, text, and kernels for the best instruction set: two minutes
 	$(PYTEST) -m 'not gpu and not slow' --best-isa $(CHECKED) $(NOT_CHECKED:%=--ignore=%) $(ARGS)
 
-test: lint types unit  ## lint, types and tests: what every change must pass
+# Types are checked beside the tests, on a core that they leave free at times; what came of it is told at the end.
+test: lint $(READY)  ## lint, types and tests: what every change must pass
+	mkdir -p out; $(MAKE) --no-print-directory types > out/types.log 2>&1 & types=$$!; \
+	failed=0; $(MAKE) --no-print-directory unit || failed=1; \
+	wait $$types || failed=1; cat out/types.log; exit $$failed
 
 test-all: lint types $(READY) $(CLIENTS)  ## test, the slow tests, sanitizers, the lowest versions and a second set of them
 ifndef PYTHON

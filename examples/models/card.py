@@ -17,7 +17,8 @@ PREFIX_CHARS = 6000  # length of the part of eval.txt whose perplexity tests rec
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -149,7 +149,7 @@ def read_config(folder: Path) -> Any:
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise ConfigError(f"{file}: no model_type; expected the config.json of a transformers model")
     from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_type = raw["model_type"]
     if model_type not in CONFIG_MAPPING_NAMES:

@@ -159,5 +159,5 @@ def _frequencies(module: Any, kind: str, layer_type: str | None, max_model_len: 
             f"{path}: rope of kind {kind} depends on length in a way not known here; expected dynamic"
         )
     keywords = {} if layer_type is None else {"layer_type": layer_type}
-    value, _ = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=max_model_len, **keywords)
+    value: Tensor = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=max_model_len, **keywords)[0]
     return value.to(torch.float32)

@@ -130,7 +130,8 @@ def test_with_alibi_distances_are_those_of_what_is_kept(tmp_path: Path, monkeypa
         keys = torch.arange(mask.shape[-1])
         gap = torch.tensor([max(0, group.first_key(position) - group.sinks) for position in range(len(keys))])
         places = torch.where(keys < group.sinks, keys, keys - gap[:, None])
-        return modeling_bloom._get_alibi_slopes(num_heads, mask.device)[:, None, None] * places.to(dtype)
+        slopes: torch.Tensor = modeling_bloom._get_alibi_slopes(num_heads, mask.device)
+        return slopes[:, None, None] * places.to(dtype)
 
     monkeypatch.setattr(modeling_bloom, "build_alibi_tensor", closed_up)
     bits, forgotten = generate(tmp_path, kv_evict=SPEC)

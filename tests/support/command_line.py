@@ -1,6 +1,6 @@
 """The `inferc` command in this process: a process of its own takes a second to import what this one has.
 
-`serving.spawn_inferc` is the command as users start it, for what only a process shows: its imports and its streams.
+What only a process shows (imports, streams, signals) is tried with `serving.INFERC`, the command as users start it.
 """
 
 from __future__ import annotations

@@ -28,14 +28,6 @@ FAKETIME = [*Path("/usr/lib").glob("*/faketime/libfaketime.so.1")]
 """The library that gives a process another clock, if it is installed."""
 
 
-def spawn_inferc(
-    *arguments: str | Path, stdin: str | None = None, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end in a process of its own, as users start it."""
-    command = [*INFERC, *map(str, arguments)]
-    return subprocess.run(command, input=stdin, cwd=cwd, env=ENV, capture_output=True, text=True, check=False)
-
-
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
     """Ask again and again for what another process does, which sends no event.
 

@@ -59,24 +59,28 @@ LEFT = ("llama", "qwen3")  # of which there is an artifact that leaves its produ
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Those of the models of OFTEN, and a model of MORE; what a test compiles beside them is compiled as they are."""
+    """Those of the models of OFTEN without PTX; what a test compiles beside them is compiled as they are."""
     with compiled_quickly():
-        folder = compiled(tmp_path_factory.mktemp("cuda"), OFTEN)
-        family, dtype, _ = MODELS["experts-int8"]
-        make_random_model(family, folder / "models" / "experts-int8", dtype)
-        yield folder
+        yield compiled(tmp_path_factory.mktemp("cuda"), OFTEN, with_ptx=False)
 
 
-def compiled(folder: Path, names: Iterable[str]) -> Path:
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Those of the models of OFTEN, with PTX for chips that they have no cubins for."""
+    with compiled_quickly():
+        yield compiled(tmp_path_factory.mktemp("cuda-ptx"), OFTEN)
+
+
+def compiled(folder: Path, names: Iterable[str], *, with_ptx: bool = True) -> Path:
     """NAME for a GPU and NAME-reference, for each of the models.
 
-    Of those of LEFT NAME-library too, which leaves products to cuBLASLt; the others have no PTX.
+    Of those of LEFT NAME-library too, which leaves products to cuBLASLt; the others never have PTX.
     """
     for name in names:
         family, dtype, how = MODELS[name]
         model = make_random_model(family, folder / "models" / name, dtype)
         of_gpu = f"{name}-library" if name in LEFT else name
-        how_written = partial(write_code, with_ptx=name in LEFT)
+        how_written = partial(write_code, with_ptx=with_ptx and name in LEFT)
         data = library_preferred(folder / "configs", "sm_90", 2, model, dtype) if name in LEFT else nullcontext()
         with data, mock.patch.object(code, "write_code", how_written):
             compile(model, folder / of_gpu, CompileConfig(target="cuda:sm_90", certify="none", **how))
@@ -129,7 +133,7 @@ def test_no_field_of_a_gpus_program_may_be_left_out(artifacts: Path, name: str) 
 def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
     facts = inspect_artifact(artifacts / "llama")
     assert facts["targets"] == ["cuda:sm_90"]
-    assert facts["cubins"] == {"sm_90": "kernels/sm_90", "ptx": "kernels/ptx"}
+    assert facts["cubins"] == {"sm_90": "kernels/sm_90"}
     rows = {row["name"]: row for row in facts["kernels"] if "registers" in row}
     assert {name.partition("-")[0] for name in rows} >= {"linear", "decode_attention", "rms_norm", "choose"}
     for row in rows.values():
@@ -137,8 +141,16 @@ def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
         assert row["local_bytes"] == 0, row
     names = {path.name for path in (artifacts / "llama" / "kernels" / "sm_90").glob("*.cubin")}
     assert names == {f"{name}.cubin" for name in rows}
-    ptx = (artifacts / "llama" / "kernels" / "ptx").glob("*.ptx")
-    assert all("\n.target sm_80\n" in path.read_text() for path in ptx), "what is for one chip alone runs on no other"
+
+
+@pytest.mark.slow
+def test_the_ptx_of_an_artifact(portable: Path) -> None:
+    folder = portable / "llama-library"
+    assert inspect_artifact(folder)["cubins"] == {"sm_90": "kernels/sm_90", "ptx": "kernels/ptx"}
+    texts = [path.read_text() for path in (folder / "kernels" / "ptx").glob("*.ptx")]
+    assert texts and all("\n.target sm_80\n" in text for text in texts), "what is for one chip runs on no other"
+    records = json.loads((folder / "kernels" / "ptx" / "records.json").read_text())
+    assert not any(record["library"] for record in records), "on a chip that is not known yet nothing was measured"
 
 
 def test_what_an_artifact_leaves_to_a_library(artifacts: Path) -> None:
@@ -147,27 +159,25 @@ def test_what_an_artifact_leaves_to_a_library(artifacts: Path) -> None:
     left = {row["name"] for row in rows if "library" in row}
     assert left and all(name.startswith("linear-") for name in left)
     assert {row["library"] for row in rows if "library" in row} == {"cublaslt from 2 rows on"}
-    ptx = json.loads((artifacts / "llama-library" / "kernels" / "ptx" / "records.json").read_text())
-    assert not any(record["library"] for record in ptx), "on a chip that is not known yet nothing was measured"
 
 
 @pytest.mark.slow
-def test_an_artifact_for_a_gpu_has_the_same_bytes_again(artifacts: Path, tmp_path: Path) -> None:
+def test_an_artifact_for_a_gpu_has_the_same_bytes_again(portable: Path, tmp_path: Path) -> None:
     """With what was measured of a library left out, those of one that was compiled without."""
-    compile(artifacts / "models" / "llama", tmp_path / "again", CompileConfig(target="cuda:sm_90", certify="none"))
-    assert (tmp_path / "again" / "engine.json").read_bytes() == (artifacts / "llama" / "engine.json").read_bytes()
+    compile(portable / "models" / "llama", tmp_path / "again", CompileConfig(target="cuda:sm_90", certify="none"))
+    assert (tmp_path / "again" / "engine.json").read_bytes() == (portable / "llama" / "engine.json").read_bytes()
 
 
 @pytest.mark.slow
 def test_another_chip_leaves_the_weights_alone(
-    artifacts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    portable: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "out"
-    shutil.copytree(artifacts / "llama", out)
+    shutil.copytree(portable / "llama", out)
     sign_artifact(out, Ed25519PrivateKey.generate())
     (weights,) = out.glob("*.safetensors")
     before = weights.stat().st_ino
-    summary = add_target(artifacts / "models" / "llama", out, CompileConfig(target="cuda:sm_80"))
+    summary = add_target(portable / "models" / "llama", out, CompileConfig(target="cuda:sm_80"))
     assert weights.stat().st_ino == before
     assert not (out / "signature.json").exists(), "nobody signed what was added"
     assert f"its signature is gone; sign it again: inferc sign {out} --key KEY" in caplog.text
@@ -175,7 +185,11 @@ def test_another_chip_leaves_the_weights_alone(
     loaded = load_artifact(out)
     assert loaded.manifest.targets == ["cuda:sm_90", "cuda:sm_80"]
     assert set(loaded.entry.cubins) == {"sm_90", "ptx", "sm_80"}
-    compile(artifacts / "models" / "llama", tmp_path / "both", CompileConfig(target="cuda:sm_90,sm_80", certify="none"))
+    compile(
+        portable / "models" / "llama",
+        tmp_path / "both",
+        CompileConfig(target="cuda:sm_90,sm_80", certify="none"),
+    )
     assert load_artifact(tmp_path / "both").manifest.files == loaded.manifest.files
 
 
@@ -188,10 +202,14 @@ def test_another_chip_leaves_the_weights_alone(
         ("llama", {"target": "cuda:sm_80", "dtype": "bfloat16"}, r"was compiled with dtype float32, not bfloat16"),
     ],
 )
-def test_a_target_that_cannot_be_added(artifacts: Path, model: str, config: dict[str, str], message: str) -> None:
+def test_a_target_that_cannot_be_added(
+    artifacts: Path, tmp_path: Path, model: str, config: dict[str, str], message: str
+) -> None:
+    family, dtype, _ = MODELS[model]
+    folder = make_random_model(family, tmp_path / model, dtype)
     before = (artifacts / "llama" / "engine.json").read_bytes()
     with pytest.raises(ConfigError, match=message):
-        add_target(artifacts / "models" / model, artifacts / "llama", CompileConfig(**config))  # type: ignore[arg-type]
+        add_target(folder, artifacts / "llama", CompileConfig(**config))  # type: ignore[arg-type]
     assert (artifacts / "llama" / "engine.json").read_bytes() == before
 
 
@@ -207,16 +225,16 @@ def test_there_is_no_gpu_here(artifacts: Path) -> None:
     ("model", "capability"), [("llama", [12, 0]), pytest.param("llama-library", [9, 0], marks=pytest.mark.slow)]
 )
 def test_a_prompt_on_the_command_line(
-    artifacts: Path, generated_by_reference: list[list[int]], model: str, capability: list[int]
+    portable: Path, generated_by_reference: list[list[int]], model: str, capability: list[int]
 ) -> None:
     """As `inferc generate` does it, on a chip that there is only PTX for, and with cuBLASLt: the reference's ids."""
-    name, of_fake = artifacts / model, json.dumps({"capability": capability})
+    name, of_fake = portable / model, json.dumps({"capability": capability})
     assert generated(SUPPORT / "on_fake_gpu.py", name, of_fake, "--", "generate", name) == generated_by_reference
 
 
 @pytest.fixture(scope="module")
-def generated_by_reference(artifacts: Path) -> list[list[int]]:
-    return generated("-m", "inferc", "generate", artifacts / "llama-reference")
+def generated_by_reference(portable: Path) -> list[list[int]]:
+    return generated("-m", "inferc", "generate", portable / "llama-reference")
 
 
 def generated(*command: object) -> list[list[int]]:

@@ -82,6 +82,7 @@ def test_a_library_that_cannot_be_used(caplog: pytest.LogCaptureFixture, options
         assert made.runner.cublaslt_version is None
 
 
+@pytest.mark.slow
 def test_the_invariant_order_never_uses_it(caplog: pytest.LogCaptureFixture) -> None:
     with opened(LLAMA, with_library=FakeCublasLt, deterministic=True) as made:
         found = made.logits(plans()[0])

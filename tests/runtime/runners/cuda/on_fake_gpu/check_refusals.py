@@ -32,11 +32,12 @@ def without_ptx(folder: Path) -> Path:
     """A copy of the artifact as one that was compiled without PTX."""
     shutil.copytree(LLAMA, folder)
     programs = read_manifest(folder)["programs"]
-    del programs[0]["cubins"]["ptx"]
+    programs[0]["cubins"].pop("ptx", None)
     rewrite_manifest(folder, programs=programs)
     return folder
 
 
+@pytest.mark.slow  # as everything that needs PTX
 def test_a_newer_gpu_runs_the_ptx_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,8 +73,13 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "by", "what_to_do"),
     [
-        ((12, 0), "sm_80", f"inferc compile MODEL -o {LLAMA} --add-target --target cuda:sm_120"),
-        ((12, 1), "sm_80", "inferc has no kernels for sm_121, use --target cpu"),
+        pytest.param(
+            (12, 0),
+            "sm_80",
+            f"inferc compile MODEL -o {LLAMA} --add-target --target cuda:sm_120",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((12, 1), "sm_80", "inferc has no kernels for sm_121, use --target cpu", marks=pytest.mark.slow),
         ((9, 0), "sm_90", "use --target cpu"),
     ],
 )

@@ -85,6 +85,7 @@ def test_what_was_preempted_or_made_room_is_found_below(monkeypatch: pytest.Monk
     closed(engine, fake)
 
 
+@pytest.mark.slow
 def test_what_two_sequences_share_of_a_block_is_copied_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def bits(prompt: list[int]) -> list[tuple[int, float]]:
         params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=0)
