@@ -25,6 +25,7 @@ def test_the_workload_is_mixed_and_half_of_it_shares_a_prompt() -> None:
     assert burst.lengths(requests)["requests"] == 40
 
 
+@pytest.mark.slow
 def test_all_rungs_give_the_same_tokens(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "measure_read", lambda threads: 1e9)
     chosen = ladder.rungs(REQUESTS, 2, 256, "w8a8")
