@@ -180,6 +180,7 @@ def test_more_sequences_than_are_of_use_are_no_better_for_a_short_load() -> None
     assert 0.6 * most < few < 1.01 * most
 
 
+@pytest.mark.slow
 def test_threads_and_the_prefix_cache_are_told_apart() -> None:
     of = simulator({None: prices(10), 1: prices(5)})
     assert found_good(of, replace(DEFAULT, threads=1)) > 1.5 * found_good(of, DEFAULT)

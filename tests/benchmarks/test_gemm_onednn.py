@@ -13,6 +13,7 @@ def ours() -> gemm_onednn.Ours:
     return gemm_onednn.Ours(choose_isa("auto", ISAS), 2)
 
 
+@pytest.mark.slow
 def test_both_give_the_same_product(ours: gemm_onednn.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_onednn, "WARM_SECONDS", 0.0)
     monkeypatch.setattr(gemm_onednn, "COUNTED_SECONDS", 0.01)

@@ -184,6 +184,7 @@ def test_ctrl_c_says_how_to_go_on(tiny_artifact: Path, many: Path, tmp_path: Pat
     assert stderr == f"inferc: interrupted; {count} of 12 are answered, the same command goes on\n"
 
 
+@pytest.mark.slow
 def test_begun_on_a_server_that_died_and_ended_here(tiny_artifact: Path, many: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with (

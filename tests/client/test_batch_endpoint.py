@@ -152,6 +152,7 @@ def test_a_server_without_room_is_asked_again(small: Server, monkeypatch: pytest
         assert len(answer.outputs[0].token_ids) == 4
 
 
+@pytest.mark.slow
 def test_a_server_with_keys_and_tls(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFERC_API_KEY", raising=False)
     authority, other = Authority(tmp_path, "ours"), Authority(tmp_path, "other")

@@ -97,6 +97,7 @@ def test_an_interrupt_leaves_nothing(tiny_llama_folder: Path, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_leaves_nothing(tiny_llama_folder: Path, tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tiny_llama_folder), str(tmp_path / "out"), "reference"]

@@ -43,6 +43,7 @@ def test_a_quantized_model(scheme: str, tiny_llama_folder: Path, tmp_path: Path)
         assert {**rows[name], "name": "quantize"} == rows["quantize"], "a fusion changes no bit"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [None, pytest.param("w8a8", marks=pytest.mark.slow)])
 def test_a_kv_cache_in_int8(scheme: str | None, tiny_llama_folder: Path, tmp_path: Path) -> None:
     config = CompileConfig(certify="full", kv_dtype="int8", quantize=scheme)  # type: ignore[arg-type]

@@ -62,6 +62,7 @@ def lowered(program: Program, target: str = "cpu") -> dict[str, PassRecord]:
     return {record.name: record for record in lower(program, LowerConfig(Target.parse(target), block_size=16))}
 
 
+@pytest.mark.slow
 @pytest.mark.quick("qwen3")
 @pytest.mark.parametrize(
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]

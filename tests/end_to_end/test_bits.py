@@ -35,8 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int4-experts": {"quantize": "int4"},
     "w8a8-experts": {"quantize": "w8a8"},
 }
-OFTEN = ("bfloat16", "int8")
-KINDS = [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in OPTIONS]
+KINDS = [kind if kind == "bfloat16" else pytest.param(kind, marks=pytest.mark.slow) for kind in OPTIONS]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -71,6 +71,7 @@ def test_int8_is_the_model_with_its_dequantized_weights(model: tuple[Path, torch
     assert "inferc.linear_int8" in ops_of(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.quick("llama")
 def test_w8a8_is_near_the_model_with_its_dequantized_weights(model: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     """The rows are rounded too, to one part in 254 of their largest element."""

@@ -102,7 +102,7 @@ def test_expert_ranks_compute_what_their_references_do(exchange: Any, dtype: tor
         assert_near(found.to(dtype), expected.to(dtype), factor=4.0)
 
 
-@pytest.mark.quick("float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
 def test_tensor_ranks_compute_what_their_references_do(dtype: torch.dtype) -> None:
     model = Model(random_module("llama").to(dtype), dtype_name(dtype))

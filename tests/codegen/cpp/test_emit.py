@@ -28,7 +28,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), *list(SHAPES)[1:]])
 def compiled(request: pytest.FixtureRequest) -> Compiled:
     return Compiled(SHAPES[request.param], ISAS)
 

@@ -268,6 +268,7 @@ def test_limits_at_the_edge_of_float32(kernels: Kernels, fields: dict[str, float
 # ------------------------------------------------------------------------------------------ against numpy
 
 SIZES = (1, 2, 15, 16, 17, 1023, 1024, 1025, 3000, 40011)
+OFTEN = (1, 3000)
 
 
 def kinds_of_logits(size: int) -> Iterator[F32]:
@@ -309,7 +310,8 @@ def kept_by_sorting(logits: F32, p: NDArray[np.float64], fields: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=pytest.mark.slow) if size in (2, 16, 1023, 1025) else size for size in SIZES]
+    "size",
+    [size if size in OFTEN else pytest.param(size, marks=pytest.mark.slow) for size in SIZES],
 )
 def test_every_filter_draws_what_numpy_does(kernels: Kernels, size: int) -> None:
     """Where the goal lies among the tokens that are kept, to a rounding; and so all but always the oracle's token."""

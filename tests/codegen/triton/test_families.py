@@ -27,6 +27,7 @@ OFTEN = ("gpt2", "bloom", "llama4_text", "deepseek_v3")
 """Families of different ops, one of which is refused; the others run with the slow tests."""
 
 
+@pytest.mark.slow
 @pytest.mark.quick("sm_90")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_experts_of_real_sizes_compile_within_their_budget(arch: str) -> None:

@@ -54,6 +54,7 @@ def test_samples_more_as_the_oracle_does(other_faults: dict[str, list[str]], cas
     assert not other_faults[case], "\n".join(other_faults[case][:10])
 
 
+@pytest.mark.slow
 @pytest.mark.quick(f"{VOCABS[0]}-sm_90")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("vocab", VOCABS)

@@ -156,6 +156,7 @@ def test_kernels_of_an_8b_shape_compile_for_every_chip(
     assert {cubin.record.arch for cubin in cubins.values()} == {arch}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "heads", "dims"),
     [

@@ -167,7 +167,7 @@ def test_packed_projections_are_split_part_by_part() -> None:
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
-        pytest.param(name, tp, marks=[pytest.mark.slow] if tp == 4 and name not in ("llama", "mixtral") else [])
+        pytest.param(name, tp, marks=[pytest.mark.slow] if tp == 4 and name != "llama" else [])
         for name in MODELS
         for tp in (2, 4)
     ],
@@ -209,6 +209,7 @@ def test_each_rank_stores_its_part_and_what_is_replicated() -> None:
         assert sizes == [(weight_bytes(whole) - replicated) // tp + replicated + shared] * tp
 
 
+@pytest.mark.slow
 def test_kv_groups_hold_the_ranks_own_heads() -> None:
     assert [each.program.kv_groups[0].num_kv_heads for each in model("llama").ranks(Ranks(tp=2))] == [1, 1]
     assert [each.program.kv_groups[0].num_kv_heads for each in model("gpt_neox").ranks(Ranks(tp=2))] == [2, 2]

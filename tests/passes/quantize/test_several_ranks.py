@@ -39,10 +39,10 @@ def test_ranks_store_their_heads_in_int8(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("kind", "scheme"),
     [
-        *(("tp", "w8a8"), ("ep", "int4")),
+        ("tp", "w8a8"),
         *(pytest.param("tp", scheme, marks=pytest.mark.slow) for scheme in ("int8", "int4")),
         *(pytest.param("pp", scheme, marks=pytest.mark.slow) for scheme in ("int8", "w8a8", "int4")),
-        *(pytest.param("ep", scheme, marks=pytest.mark.slow) for scheme in ("int8", "w8a8")),
+        *(pytest.param("ep", scheme, marks=pytest.mark.slow) for scheme in ("int8", "w8a8", "int4")),
     ],
 )
 def test_ranks_together_are_the_whole(kind: str, scheme: str) -> None:

@@ -82,11 +82,13 @@ def again(artifact: Path, recording: Recording, **options: Any) -> Replayed:
         engine.close()
 
 
-@pytest.fixture(scope="module", params=[pytest.param(k, marks=[pytest.mark.slow] * (k != "bfloat16")) for k in KINDS])
-def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["tiny", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
+def artifact(request: pytest.FixtureRequest, tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from inferc.compiler.build import compile
     from inferc.config import CompileConfig
 
+    if request.param == "tiny":
+        return tiny_artifact
     folder, options = tmp_path_factory.mktemp("record"), KINDS[request.param]
     make_random_model("qwen3", folder / "model", options.get("dtype", "bfloat16"), **FAMILIES["qwen3"].fields)
     compile(folder / "model", folder / "artifact", CompileConfig(certify="none", **options))

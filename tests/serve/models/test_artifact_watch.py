@@ -148,7 +148,7 @@ def answer_of(server: Server) -> str:
     return str(json.loads(answer.body)["choices"][0]["text"])
 
 
-@pytest.mark.parametrize("how", ["truncated", "overwritten"])
+@pytest.mark.parametrize("how", [pytest.param("truncated", marks=pytest.mark.slow), "overwritten"])
 def test_weights_that_are_harmed_under_a_running_server(running: tuple[Server, Path], how: str) -> None:
     server, path = running
     want, whole = answer_of(server), path.read_bytes()

@@ -65,6 +65,7 @@ def test_who_stops_early_leaves_nothing_behind(jobs: list[Job]) -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_may_ask(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

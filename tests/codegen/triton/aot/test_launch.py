@@ -89,6 +89,7 @@ def test_what_spills_more_than_its_budget_is_refused() -> None:
         build(dataclasses.replace(source, stack_bytes=0), "rope_table", "", "sm_90")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_shared", [False, True])
 def test_decode_attention_of_eight_heads_a_kv_head_keeps_to_its_registers(has_shared: bool) -> None:
     cells = TILES if has_shared else invariant_cells("causal", 0, 8192)
