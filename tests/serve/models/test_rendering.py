@@ -96,6 +96,7 @@ def chat(url: str, model: str, content: str) -> Any:
     return request(url, CHAT, {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": content}]})
 
 
+@pytest.mark.slow
 def test_a_hostile_template_is_refused_and_all_else_goes_on(hostile: Path, tiny_artifact: Path) -> None:
     with Server(f"bad={hostile}", f"good={tiny_artifact}") as server, ThreadPoolExecutor(2) as pool:
         assert chat(server.url, "bad", "hi").status == 200
