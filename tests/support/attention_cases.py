@@ -303,13 +303,13 @@ def int8_write_cases() -> Iterator[Case]:
         )
 
 
-def depend_on_their_step(run: Callable[[Case], dict[str, Tensor]], few: bool = False) -> list[str]:
+def depend_on_their_step(run: Callable[[Case], dict[str, Tensor]]) -> list[str]:
     """The steps of TOGETHER whose sequence has other bits alone than among others.
 
-    run: launches, returns what was written. few: try the first alone.
+    run: launches, returns what was written.
     """
     found = []
-    for step in TOGETHER[:1] if few else TOGETHER:
+    for step in TOGETHER:
         alone = run(case(step, prefill=False))["out_ptr"][: step.seqs[0][0]]
         others = replace(step, seqs=((1, 300), *step.seqs, (1, 77), *step.seqs, (2, 900)))
         first, second = others.starts[1:2], others.starts[3:4]
@@ -328,10 +328,10 @@ CHUNKED = (
 """Prompts of which a token is to have the same result however they are cut."""
 
 
-def depend_on_chunks(run: Callable[[Case], dict[str, Tensor]], few: bool = False) -> list[str]:
+def depend_on_chunks(run: Callable[[Case], dict[str, Tensor]]) -> list[str]:
     """The steps of CHUNKED of which some tokens have other bits in chunks, or one by one, than in the whole prompt."""
     found = []
-    for step in CHUNKED[:1] if few else CHUNKED:
+    for step in CHUNKED:
         (length, _), *_ = step.seqs
         tensors, *_ = inputs(step)
         q, results = tensors["q_ptr"], []

@@ -146,12 +146,12 @@ def qkv_rope_kv_write_cases() -> Iterator[Case]:
         yield Case(name, source, tensors, expected, {"num_tokens": tokens}, roundings=roundings)
 
 
-def depend_on_their_step(run: Callable[[Case], dict[str, Tensor]], few: bool = False) -> list[str]:
+def depend_on_their_step(run: Callable[[Case], dict[str, Tensor]]) -> list[str]:
     """The products of which rows in the invariant order have other bits among fewer, or elsewhere in a step.
 
-    run: launches, returns what was written. few: try plain products in bfloat16 alone, of weights in both types.
+    run: launches, returns what was written.
     """
-    kinds = [*product((False, True), (BF16, F32), (False, True))][: 2 if few else None]
+    kinds = [*product((False, True), (BF16, F32), (False, True))]
     return [f"gated {gated} {dtype} int8 {int8}" for gated, dtype, int8 in kinds if _depends(run, gated, dtype, int8)]
 
 

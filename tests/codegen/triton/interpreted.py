@@ -1,8 +1,8 @@
-"""Run the Triton kernels under the interpreter over their cases, and what the benchmark launches.
+"""Run the Triton kernels under the interpreter, and print what came of it as JSON.
 
-Prints {kernel or "benchmark": {case: [[error, tolerance]]}} as JSON; "depends": the steps of which a sequence's bits
-depend on the others in it, or on how its prompt is cut, where they must not, and the products of which a row's do.
-`--depends few` tries a few of those, `--depends all` tries all of them and nothing else.
+`kernels`: {kernel: {case: [[error, tolerance]]}}; `benchmark`: the same of what the benchmark launches, by its rows;
+`depends`: the steps of which a sequence's bits depend on the others in it, or on how its prompt is cut, where they must
+not, and the products of which a row's do.
 
 A process of its own: TRITON_INTERPRET=1 must be set before Triton is imported.
 """
@@ -12,6 +12,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import quick_interpreter
 import torch
@@ -56,11 +57,13 @@ if __name__ == "__main__":
     quick_interpreter.use()
     warnings.simplefilter("ignore")  # of numpy, in the interpreter
     parser = argparse.ArgumentParser()
-    parser.add_argument("--depends", choices=("few", "all"), required=True)
-    few = parser.parse_args().depends == "few"
-    depends = [name for find in DEPENDENCES for name in find(launched, few)]
-    if few:
-        cases = {kernel: {case.name: run(case) for case in made()} for kernel, made in KERNELS.items()}
-        json.dump({**cases, "benchmark": measured(), "depends": depends}, sys.stdout)
+    parser.add_argument("part", choices=("kernels", "benchmark", "depends"))
+    part = parser.parse_args().part
+    found: Any
+    if part == "kernels":
+        found = {kernel: {case.name: run(case) for case in made()} for kernel, made in KERNELS.items()}
+    elif part == "benchmark":
+        found = measured()
     else:
-        json.dump({"depends": depends}, sys.stdout)
+        found = [name for find in DEPENDENCES for name in find(launched)]
+    json.dump(found, sys.stdout)

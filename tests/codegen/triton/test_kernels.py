@@ -32,14 +32,14 @@ ARCHS = ("sm_80", "sm_90", "sm_100")
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, list[list[float]]]]:
     """The errors and tolerances of all cases, by kernel and case."""
-    results: dict[str, dict[str, list[list[float]]]] = run_interpreted("few")
+    results: dict[str, dict[str, list[list[float]]]] = run_interpreted("kernels")
     return results
 
 
-def run_interpreted(depends: str) -> Any:
+def run_interpreted(part: str) -> Any:
     path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, str(INTERPRETED), "--depends", depends]
+    command = [sys.executable, str(INTERPRETED), part]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -53,21 +53,18 @@ def test_numbers_under_the_interpreter(interpreted: dict[str, dict[str, list[lis
     assert not wrong, wrong
 
 
-def test_the_benchmark_launches_what_it_compares(interpreted: dict[str, dict[str, list[list[float]]]]) -> None:
-    found = interpreted["benchmark"]
+@pytest.mark.slow
+def test_the_benchmark_launches_what_it_compares() -> None:
+    found = run_interpreted("benchmark")
     kernels = {"rms_norm", "decode_attention", "prefill_attention"}
     kernels |= {"linear", "linear_int8", "linear_silu_mul", "linear_silu_mul_int8"}
     assert {name.partition(" ")[0] for name in found} == kernels
     assert all(error <= tolerance for pairs in found.values() for error, tolerance in pairs), found
 
 
-def test_the_invariant_order_depends_neither_on_the_batch_nor_on_chunks(interpreted: dict[str, Any]) -> None:
-    assert interpreted["depends"] == []
-
-
 @pytest.mark.slow
-def test_nor_does_any_other_product_or_attention() -> None:
-    assert run_interpreted("all")["depends"] == []
+def test_the_invariant_order_depends_neither_on_the_batch_nor_on_chunks() -> None:
+    assert run_interpreted("depends") == []
 
 
 @pytest.mark.parametrize("which", ["one", pytest.param("all", marks=pytest.mark.slow)])
