@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have tests compile C++ in half the time, also in processes of theirs; `tiny_artifact` is compiled as shipped."""
+    """Have tests compile C++ in half the time, also in processes of theirs."""
     if not config.getoption("as_shipped"):
         os.environ.setdefault("INFERC_CXXFLAGS", "-O1")
 

@@ -93,13 +93,12 @@ def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_artifact(
     tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Path:
-    """The cpu artifact of `tiny_llama_folder`, optimized as users get it and without a certificate. Only read it."""
+    """The cpu artifact of `tiny_llama_folder`, without a certificate. Only read it."""
     from inferc.compiler.build import compile
     from inferc.config import CompileConfig
 
     def make(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("INFERC_CXXFLAGS", raising=False)
             if pytestconfig.getoption("as_shipped"):
                 patch.delenv("INFERC_ISAS", raising=False)
             compile(tiny_llama_folder, folder / "tiny-llama", CompileConfig(certify="none"))

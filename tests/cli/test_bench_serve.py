@@ -56,6 +56,7 @@ def test_a_running_server(endpoint: str, served: str, url: str) -> None:
     assert len(found["loads"]) == 1 and found["loads"][0]["requests"] == 5
 
 
+@pytest.mark.slow
 def test_the_server_counts_the_same(tiny_artifact: Path) -> None:
     """Of one server: its own goodput and tokens, and the client's."""
     with Server(tiny_artifact, "--goodput-ttft-ms", "60000", "--goodput-tbt-ms", "60000") as server:

@@ -103,6 +103,7 @@ def test_a_pass_that_breaks_the_program(tiny_llama_folder: Path, folder: Path) -
     assert "aten.relu(%" in marked and len(drawn) > 3
 
 
+@pytest.mark.slow
 def test_a_pass_that_raises(tiny_llama_folder: Path, folder: Path) -> None:
     message = failed(tiny_llama_folder, folder, "users_passes:raising")
     assert message == (

@@ -60,6 +60,7 @@ def test_float32(tiny_llama_folder: Path, tmp_path: Path) -> None:
     load_artifact(tmp_path / "out").verify_weights().wait()
 
 
+@pytest.mark.slow
 def test_bfloat16_is_measured_against_hugging_faces_own(half_folder: Path, tmp_path: Path) -> None:
     certificate = compiled(half_folder, tmp_path / "out", certify="full")
     first, *rest = certificate["rows"]

@@ -72,6 +72,7 @@ def test_a_killed_engine_comes_back_and_what_had_not_begun_is_answered(tiny_arti
         assert server.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_a_hung_engine_is_killed_and_comes_back(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--hang-seconds", "1") as server, Client(server.address, retries=0) as client:
         stream = client.generate("abc", **ENDLESS)
@@ -199,6 +200,7 @@ def test_unloading_lets_running_requests_end(several: Server) -> None:
         assert tokens == 800
 
 
+@pytest.mark.slow
 def test_a_model_sleeps_and_the_next_request_wakes_it(several: Server) -> None:
     with Client(several.address) as client, Client(several.address, model="one") as one:
         client.load_model("one")
@@ -246,6 +248,7 @@ def swaps(server: Server) -> list[float]:
     return [counted(server, "inferc_model_swaps_total", name) for name in ("one", "two", "three")]
 
 
+@pytest.mark.slow
 def test_more_models_than_may_be_awake_are_all_there(one_awake: Server) -> None:
     with Client(one_awake.address) as client:
         assert states(client) == {"one": "serving", "two": "asleep", "three": "asleep"}
@@ -265,6 +268,7 @@ def test_a_request_wakes_its_model_and_another_sleeps(one_awake: Server) -> None
         assert swaps(one_awake) == [count + 1 for count in before]
 
 
+@pytest.mark.slow
 def test_requests_to_all_at_once_are_all_answered(one_awake: Server) -> None:
     with Client(one_awake.address, model="one", retries=0) as client, ThreadPoolExecutor(25) as pool:
         want = xyz(one_awake, "one")

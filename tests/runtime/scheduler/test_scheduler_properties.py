@@ -235,7 +235,7 @@ def check(scene: Scene) -> None:
     assert len(engine.scheduler.batch.free_slots) == engine.scheduler.config.max_num_seqs, "slots leak"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(scenes())
 def test_every_schedule_gives_the_text_of_each_sequence_alone(scene: Scene) -> None:
     check(scene)

@@ -452,6 +452,7 @@ def test_a_server_without_events_says_how_to_have_them(served: str) -> None:
     assert raised.value.code == "FAILED_PRECONDITION" and "--kv-events grpc" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_subscriptions_end_with_the_server(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--kv-events", "grpc") as server, Client(server.address, timeout=60) as client:
         live = client.kv_events(0)

@@ -33,7 +33,7 @@ EMBEDDINGS = "/v1/embeddings"
 @pytest.fixture(scope="module")
 def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models")
-    model = make_random_model("llama", folder / "m", num_hidden_layers=1)
+    model = make_random_model("llama", folder / "m")
     kinds = ("Transformer", "Pooling", "Normalize")
     modules = [
         {"idx": n, "path": f"{n}_{kind}", "type": f"sentence_transformers.models.{kind}"}

@@ -235,6 +235,7 @@ def test_other_names_only_where_they_are_asked_for(url: str) -> None:
     assert not any(name.startswith("vllm:") for name in page(url))
 
 
+@pytest.mark.slow
 def test_a_hung_engine_does_not_hold_up_the_page(tiny_artifact: Path) -> None:
     with Server(tiny_artifact) as server:
         page(server.url)

@@ -278,6 +278,7 @@ def test_the_command_that_makes_keys(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ limits
 
 
+@pytest.mark.slow
 def test_a_request_ends_after_its_time(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--max-num-seqs", "1", "--max-request-seconds", "0.3") as server:
         with Client(server.address) as client, pytest.raises(ServerError, match="within the 0.3 s") as raised:
