@@ -24,6 +24,7 @@ def test_both_give_the_same_product(ours: gemm_onednn.Ours, monkeypatch: pytest.
     assert all(len(each) == 2 and min(each) > 0 for each in rates.values())
 
 
+@pytest.mark.slow
 def test_every_way_to_cut_a_product_is_measured(ours: gemm_onednn.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocking, "WARM_SECONDS", 0.0)
     monkeypatch.setattr(blocking, "COUNTED_SECONDS", 0.002)

@@ -60,6 +60,7 @@ def test_without_a_trace_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_
         trace_engine.main()
 
 
+@pytest.mark.slow
 def test_all_variants_play_the_trace(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_engine, "measure_read", lambda threads: 1e9)
     trace, runs = small_trace(12), []

@@ -23,6 +23,7 @@ PROMPTS = [[3, 200, 17, 45, 96], [7, 7, 80, 12, 5, 61, 190, 33, 2]]
 OF_CPU = [name for name in SCHEMES if name != "fp8"]  # whose certificate is asked for with TensorRT's artifacts
 
 
+@pytest.mark.slow
 @pytest.mark.quick("int8")
 @pytest.mark.parametrize(
     "scheme", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("int4-") else name for name in OF_CPU]

@@ -90,7 +90,7 @@ def kv_block_bytes(artifact: Path) -> int:
 OFTEN = ("llama", "mistral")
 
 
-@pytest.mark.quick("llama")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, "qwen3_moe")],

@@ -109,6 +109,7 @@ def with_kernel(folder: Path, edit: Edit, **attributes: Any) -> Any:
     return a_pass(edit, kernels=(HALVE,), headers=folder / "own", **attributes)
 
 
+@pytest.mark.slow
 def test_an_own_op_runs_with_its_own_kernel(tiny_llama_folder: Path, tiny_artifact: Path, tmp_path: Path) -> None:
     """In the layers (by 1: the certificate agrees) and on the logits (by a half, which changes no greedy token)."""
     in_layers = with_kernel(tmp_path, halve_mlp, name="in_layers", after="fuse_silu_mul")

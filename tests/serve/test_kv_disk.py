@@ -27,6 +27,7 @@ def blocks_stored(server: Server) -> int:
         return int(client.loads().blocks_stored)
 
 
+@pytest.mark.slow
 @pytest.mark.quick("terminate")
 @pytest.mark.parametrize("ending", ["terminate", "kill"])
 def test_a_server_finds_what_the_one_before_it_had(tiny_artifact: Path, tmp_path: Path, ending: str) -> None:

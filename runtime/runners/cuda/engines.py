@@ -16,7 +16,7 @@ from typing import Any
 
 from inferc.codegen.tensorrt.adapter import Library
 from inferc.config import EngineConfig
-from inferc.errors import ConfigError, InfercError, UnsupportedError
+from inferc.errors import ConfigError, InfercError
 from inferc.manifest import segment_plan
 from inferc.manifest_types import Launch
 from inferc.runtime.artifact.load import Artifact
@@ -184,11 +184,6 @@ def open_engines(artifact: Artifact, config: EngineConfig, driver: Driver) -> En
     """
     facts = facts_of(artifact)
     library = library_for(facts, str(artifact.path / "tensorrt"), driver, "tensorrt-paged")
-    if config.deterministic:
-        raise UnsupportedError(
-            f"--deterministic: what TensorRT computes of a row may depend on what else is in the batch; leave it out,"
-            f" or compile the model for --target cuda:{driver.arch}"
-        )
     most = [profile.max_num_tokens for profile in facts.profiles]
     wanted = config.token_budget("tensorrt-paged")
     if wanted > max(most):

@@ -120,7 +120,7 @@ def test_only_tokens_of_a_ranks_experts_arrive() -> None:
         assert torch.equal(result, x * torch.tensor([[1.0], [1], [2], [1], [1]]))
 
 
-@pytest.mark.quick("mixtral-4")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ep"),
     [

@@ -170,6 +170,7 @@ def test_weights_that_are_harmed_under_a_running_server(running: tuple[Server, P
     assert server.log.count(told) <= 2, "said, and not in a loop"
 
 
+@pytest.mark.slow
 def test_another_artifact_in_its_place_is_not_served_by_the_old_ones_text(
     running: tuple[Server, Path], reference_manifest: bytes
 ) -> None:

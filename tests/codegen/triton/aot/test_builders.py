@@ -37,6 +37,7 @@ def test_processes_make_the_bytes_of_one(jobs: list[Job]) -> None:
     assert [each for each in found if isinstance(each, Cubin)] == [each for each in expected if isinstance(each, Cubin)]
 
 
+@pytest.mark.slow
 def test_what_a_kernel_raises_is_raised(jobs: list[Job]) -> None:
     with Builders(2) as builders, pytest.raises(VerifyError, match="table for sm_90: 32 bytes of a thread's registers"):
         list(builders.build(jobs))

@@ -10,9 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -80,7 +79,7 @@ def compiled(folder: Path, names: Iterable[str], *, with_ptx: bool = True) -> Pa
         family, dtype, how = MODELS[name]
         model = make_random_model(family, folder / "models" / name, dtype)
         of_gpu = f"{name}-library" if name in LEFT else name
-        how_written = partial(write_code, with_ptx=with_ptx and name in LEFT)
+        how_written = with_given_ptx(with_ptx and name in LEFT)
         data = library_preferred(folder / "configs", "sm_90", 2, model, dtype) if name in LEFT else nullcontext()
         with data, mock.patch.object(code, "write_code", how_written):
             compile(model, folder / of_gpu, CompileConfig(target="cuda:sm_90", certify="none", **how))
@@ -88,6 +87,15 @@ def compiled(folder: Path, names: Iterable[str], *, with_ptx: bool = True) -> Pa
         if name in LEFT:
             copy_without_library(folder / of_gpu, folder / name)
     return folder
+
+
+def with_given_ptx(wanted: bool) -> Callable[..., Any]:
+    """`write_code` with PTX only if it is `wanted` too."""
+
+    def write(*arguments: Any, with_ptx: bool = True) -> Any:
+        return write_code(*arguments, with_ptx=with_ptx and wanted)
+
+    return write
 
 
 def copy_without_library(source: Path, target: Path) -> None:

@@ -18,6 +18,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield made
 
 
+@pytest.mark.slow
 def test_logits_are_the_references(pair: Pair) -> None:
     for plan in plans():
         found, expected = pair.logits(plan), pair.oracle._logits(plan)

@@ -53,6 +53,7 @@ def test_a_draw(llama: Pair) -> None:
     decode(llama, 4, temperature=0.9, seeds=[3, 2**63 + 5])
 
 
+@pytest.mark.slow
 def test_filters(llama: Pair) -> None:
     decode(llama, 3, temperature=1.1, seeds=7, top_k=[5, 0], top_p=[1.0, 0.7], min_p=[0.05, 0.0])
 
@@ -75,6 +76,7 @@ def test_lists(llama: Pair) -> None:
     )
 
 
+@pytest.mark.slow
 def test_many_sequences_with_penalties_start_at_once(llama: Pair) -> None:
     """More than there is pinned memory for their counts, while a step is under way."""
     prompts = [[5 + slot, 7, 5 + slot, 9 + slot] for slot in range(4)]
