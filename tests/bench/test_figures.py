@@ -161,6 +161,7 @@ def test_requests_under_way() -> None:
     assert [num_under_way(answers, when) for when in (0.0, 0.6, 0.8, 1.2, 9.0)] == [1, 2, 3, 2, 1]
 
 
+@pytest.mark.slow
 def test_a_picture_of_one_part(tmp_path: Path) -> None:
     with saved_figure(tmp_path / "one.png", "title", rows=1, columns=1, size=(3, 2)) as (ax,):
         ax.plot([1, 2], [3, 4])

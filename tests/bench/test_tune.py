@@ -171,6 +171,7 @@ def test_candidates_that_there_is_no_time_for_are_counted(small_grid: None) -> N
     ]
 
 
+@pytest.mark.slow
 def test_more_sequences_than_are_of_use_are_no_better_for_a_short_load() -> None:
     """They take a whole load at once, and each request is good: that is no rate which a server bears."""
     of = simulator(prices(step_ms=0.1, sequence_ms=1), Lengths(16, 32), seconds=0.2)

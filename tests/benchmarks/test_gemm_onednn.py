@@ -35,6 +35,7 @@ def test_every_way_to_cut_a_product_is_measured(ours: gemm_onednn.Ours, monkeypa
     assert 0 < found["of_best"] <= 1 and 0 < found["expected"] < 1
 
 
+@pytest.mark.slow
 def test_another_product_is_refused(ours: gemm_onednn.Ours) -> None:
     made, other = (gemm_onednn.product(ours, "w8a8", 8, 32, k, weight_bytes=1) for k in (64, 128))
     with pytest.raises(RuntimeError, match="expected at most 0.01"):

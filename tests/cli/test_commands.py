@@ -325,6 +325,7 @@ def test_bench_serve_measures_a_server(tiny_artifact: Path) -> None:
     assert found["e2e_ms"]["p50"] >= found["ttft_ms"]["p50"] > 0
 
 
+@pytest.mark.slow
 def test_bench_serve_refuses_lengths_the_model_cannot_take(tiny_artifact: Path) -> None:
     done = run_inferc("bench", "serve", tiny_artifact, "--input-len", "300")
     assert done.returncode == 2

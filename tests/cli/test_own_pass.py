@@ -93,6 +93,7 @@ def test_a_pass_that_works(tiny_llama_folder: Path, folder: Path) -> None:
     assert "passes    users_passes:swap (besides inferc's own)\n" in shown.stdout, shown.stderr
 
 
+@pytest.mark.slow
 def test_a_pass_that_breaks_the_program(tiny_llama_folder: Path, folder: Path) -> None:
     drawn = failed(tiny_llama_folder, folder, "users_passes.py:dangling", code=1).splitlines()
     assert drawn[0] == (

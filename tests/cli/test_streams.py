@@ -44,7 +44,8 @@ def test_closed_streams_are_empty(tiny_artifact: Path) -> None:
     assert (done.returncode, done.stdout) == (2, b""), "errors go to standard error or nowhere"
 
 
-@pytest.mark.parametrize("encoding", [pytest.param("latin-1", marks=pytest.mark.slow), "ascii"])
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
 def test_another_encoding_loses_no_character(tiny_artifact: Path, encoding: str) -> None:
     prompt = "Café 東京 🙂"
     arguments = ("generate", tiny_artifact, "--prompt", prompt, "--max-tokens", "24", "--temperature", "0")

@@ -54,6 +54,7 @@ def ticket(body: dict[str, Any]) -> Ticket:
     return Job(asked, parse_request(asked.url, body), 1, [None]), 0
 
 
+@pytest.mark.slow
 def test_room_is_what_others_leave(served: str, small: Server) -> None:
     with Client(served) as client, EndpointBackend(served) as backend:
         assert [backend.room(num_open) for num_open in (0, 72)] == [72, 0], "64 run, and 8 wait to be next"

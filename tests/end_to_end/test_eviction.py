@@ -146,6 +146,7 @@ def test_with_alibi_distances_are_those_of_what_is_kept(tmp_path: Path, monkeypa
     assert generate(tmp_path, kv_evict=SPEC, prefix_cache=False, **small)[0] == bits
 
 
+@pytest.mark.slow
 def test_what_attention_chose_is_kept_under_every_schedule(made: Path) -> None:
     bits, forgotten = generate(made, LONG, kv_evict=HEAVY)
     assert [[token for token, _ in row] for row in bits] == [reference_heavy(made, prompt) for prompt in LONG]

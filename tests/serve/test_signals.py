@@ -91,6 +91,7 @@ def test_a_loop_that_hangs_ends_at_the_second_signal(tmp_path: Path) -> None:
         assert server.process.wait(20) == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_loop_that_hangs_while_it_drains_ends_by_itself(tmp_path: Path) -> None:
     with Serving("drain", tmp_path) as server:
         assert server.next_line() == "ready"

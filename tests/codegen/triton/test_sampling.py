@@ -43,6 +43,7 @@ def faults_of(*names: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*OFTEN, "late ids", "scores"])
 def test_samples_as_the_oracle_does(faults: dict[str, list[str]], case: str) -> None:
     assert not faults[case], "\n".join(faults[case][:10])

@@ -178,7 +178,9 @@ def test_a_template_that_refuses_all_conversations_is_named(
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{% for message in messages", "cannot be read: unexpected end of template"),
+        pytest.param(
+            "{% for message in messages", "cannot be read: unexpected end of template", marks=pytest.mark.slow
+        ),
         pytest.param(
             "{% for message in messages %}{{ message.content | nosuch }}{% endfor %}",
             "cannot be read: No filter named",

@@ -49,7 +49,7 @@ def said(*contents: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(content=TEXTS.filter(lambda text: not has_control(text)))
 def test_a_text_without_control_tokens_has_the_same_ids_under_all_three(texts: dict[str, Text], content: str) -> None:
     plain = [text.encode(content) for text in texts.values()]

@@ -144,7 +144,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("work", ["nothing", "boom"])
+@pytest.mark.parametrize("work", [pytest.param("nothing", marks=pytest.mark.slow), "boom"])
 def test_it_ends_with_its_parent(work: str) -> None:
     """However that ended, and whatever it is at: at once where it waits, else by its own timer."""
     command = [sys.executable, "-c", PARENT, SOURCE, work]

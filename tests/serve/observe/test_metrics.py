@@ -138,6 +138,7 @@ def test_requests_are_counted_as_they_went(own: Server) -> None:
     assert 0 <= found["inferc_event_loop_lag_seconds"] < 10
 
 
+@pytest.mark.slow
 def test_time_to_first_token_is_from_the_arrival_of_a_request(own: Server) -> None:
     """Of its head over HTTP, of the call over gRPC: what is before the engine counts."""
 

@@ -53,7 +53,6 @@ def test_a_draw(llama: Pair) -> None:
     decode(llama, 4, temperature=0.9, seeds=[3, 2**63 + 5])
 
 
-@pytest.mark.slow
 def test_filters(llama: Pair) -> None:
     decode(llama, 3, temperature=1.1, seeds=7, top_k=[5, 0], top_p=[1.0, 0.7], min_p=[0.05, 0.0])
 

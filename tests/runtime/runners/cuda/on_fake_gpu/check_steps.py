@@ -107,6 +107,7 @@ def without_graphs(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if "no memory for a CUDA graph" in record.message]
 
 
+@pytest.mark.slow
 def test_a_step_whose_graph_finds_no_memory_runs_without(caplog: pytest.LogCaptureFixture) -> None:
     with opened("llama", max_graphs=2) as made:
         assert made.fake.calls["cuGraphInstantiateWithFlags"] == 3
