@@ -86,7 +86,6 @@ def test_a_sweep_is_saved_and_drawn(url: str, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"found.json", "found.png"}
 
 
-@pytest.mark.slow
 def test_a_trace_is_replayed_with_what_its_prompts_share(served: str, tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.jsonl", tmp_path / "one.svg"
     rows = [

@@ -68,7 +68,6 @@ def test_another_gate_is_refused_by_name() -> None:
         gate_of(Experts(torch.nn.Tanh()))
 
 
-@pytest.mark.slow
 def test_dense_experts_are_told_by_their_parts(tmp_path: Any) -> None:
     sizes: dict[str, Any] = {
         "num_local_experts": 4,
