@@ -79,7 +79,7 @@ def alone(artifact: Path) -> dict[int, Bits]:
 
 
 @given(data=st.data())
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 def test_any_schedule_gives_the_same_bits(artifact: Path, alone: dict[int, Bits], data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.sampled_from(sorted(alone)), min_size=2, max_size=7, unique=True), label="lengths")
     budget = data.draw(st.integers(8, 96), label="token budget")

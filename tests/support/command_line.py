@@ -20,16 +20,15 @@ def run_inferc(
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end; what it logs is on its standard error, as in a process of its own."""
     command = [str(argument) for argument in arguments]
-    root, own = logging.getLogger(), logging.getLogger("inferc")
-    before, levels = root.handlers[:], (root.level, own.level)
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
     root.handlers = []
     try:
         with contextlib.chdir(cwd or Path.cwd()):
             result = CliRunner().invoke(app, command, input=stdin)
     finally:
         root.handlers = before
-        root.setLevel(levels[0])
-        own.setLevel(levels[1])
+        root.setLevel(level)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return subprocess.CompletedProcess(command, result.exit_code, result.stdout, result.stderr)

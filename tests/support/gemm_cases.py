@@ -151,7 +151,7 @@ def depend_on_their_step(run: Callable[[Case], dict[str, Tensor]]) -> list[str]:
 
     run: launches, returns what was written.
     """
-    kinds = [*product((False, True), (BF16, F32), (False, True))]
+    kinds = product((False, True), (BF16, F32), (False, True))
     return [f"gated {gated} {dtype} int8 {int8}" for gated, dtype, int8 in kinds if _depends(run, gated, dtype, int8)]
 
 

@@ -58,7 +58,7 @@ def test_a_text_without_control_tokens_has_the_same_ids_under_all_three(texts: d
     assert chats[0] == chats[1] == chats[2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(content=WITH_CONTROL.filter(has_control))
 def test_no_control_token_comes_out_of_a_users_text(texts: dict[str, Text], content: str) -> None:
     allow, escape = texts["allow"], texts["escape"]

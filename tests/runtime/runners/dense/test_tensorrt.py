@@ -58,7 +58,7 @@ def call_of(starts: list[int], num_new: int, rows: list[int]) -> dict[str, Array
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_pieces_fit_and_make_up_the_call(data: st.DataObject) -> None:
     decode = Profile(data.draw(st.integers(1, 5)), 5, data.draw(st.integers(1, 5)))

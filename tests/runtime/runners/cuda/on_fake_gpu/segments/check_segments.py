@@ -203,6 +203,7 @@ def refused(kind: type[InfercError], folder: Path = LLAMA, **options: Any) -> st
 
 def test_what_does_not_go_with_engines_is_refused(gpu: FakeTensorRT, tmp_path: Path) -> None:
     message = refused(UnsupportedError, deterministic=True)
+    assert message.startswith("--deterministic: ") and message.endswith("--target cpu")
     assert "TensorRT: what it computes of a row may depend on what else runs; leave it out" in message
     assert refused(UnsupportedError, record=str(tmp_path / "r")).startswith("--record: the bits that TensorRT computes")
     assert "--tap: " in refused(UnsupportedError, tap=["layers.0.*"])
