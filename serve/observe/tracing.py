@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 # Time limit for sending the last spans: a collector that does not answer must not delay the server's end.
 CLOSE_SECONDS = 3.0
+EXPORT_SECONDS = 5.0  # the exporter's own limit for one batch, its retries included
 MAX_STEPS = 512  # step events of one request; further steps of a long answer are left out
 
 
@@ -46,7 +47,7 @@ class Tracing:
         resource = Resource.create({"service.name": "inferc", "service.version": __version__})
         sampler = ParentBased(TraceIdRatioBased(ratio))
         self._provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=5)
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_SECONDS)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer: Tracer = self._provider.get_tracer("inferc.serve")
 
