@@ -21,7 +21,8 @@ from inferc.serve.grpc.server import GrpcServer
 from inferc.serve.http import address as http_address
 from inferc.serve.kv_events.log import KvPublisherConfig
 from inferc.serve.memory import spare_the_collector, tidy
-from inferc.serve.models.models import ModelOptions, Models, ModelSource
+from inferc.serve.models.models import Models
+from inferc.serve.models.served_model import ModelOptions, ModelSource
 from inferc.serve.observe.metrics_page import MetricsPage
 from inferc.serve.open_files import ConnectionLimits, allow_open_files
 from inferc.serve.security.access import Access, Limits

@@ -18,7 +18,8 @@ from inferc.serve.http.logprobs_json import check_entries, check_likely
 from inferc.serve.models import text_calls
 from inferc.serve.models.embedding import Vectors, check_inputs, embed
 from inferc.serve.models.long_texts import in_text_thread
-from inferc.serve.models.models import ModelEntry, Models, ServedModel
+from inferc.serve.models.models import ModelEntry, Models
+from inferc.serve.models.served_model import ServedModel
 from inferc.serve.models.streams import Delta
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.security.access import CALLER

@@ -20,8 +20,9 @@ from inferc.serve.grpc import protocol
 from inferc.serve.grpc.answers import Answer, joined
 from inferc.serve.grpc.inference_service import engine_stats, reason_of
 from inferc.serve.http.openai_answering import Answering
-from inferc.serve.models.models import ModelEntry, Models, ServedModel
+from inferc.serve.models.models import ModelEntry, Models
 from inferc.serve.models.queue_forecast import ARRIVED_AT
+from inferc.serve.models.served_model import ServedModel
 from inferc.serve.models.tasks import deadline
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
 from inferc.serve.security.access import CALLER

@@ -15,7 +15,7 @@ from inferc.runtime.openai.request import OpenAIRequest
 from inferc.serve.http.edge import ClientLeft, Receive, Scope, Send, while_client_waits
 from inferc.serve.http.openai_answering import MANY_ENTRIES, Answering
 from inferc.serve.models.long_texts import in_text_thread
-from inferc.serve.models.models import ServedModel
+from inferc.serve.models.served_model import ServedModel
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream` server-sent events.", "content": {"text/event-stream": {}}}

@@ -17,7 +17,7 @@ from inferc.errors import ArtifactError, InfercError, RequestError
 from inferc.manifest import CERTIFICATE, COSTS
 from inferc.runtime.artifact.load import Artifact
 from inferc.serve.models.long_texts import Turns
-from inferc.serve.models.models import ServedModel
+from inferc.serve.models.served_model import ServedModel
 from inferc.system.json_text import parse_json
 
 log = logging.getLogger(__name__)

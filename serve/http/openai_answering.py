@@ -15,7 +15,7 @@ from inferc.runtime.step.plan import Logprobs
 from inferc.serve.http.logprobs_json import PromptJson, check_likely, check_prompt_entries, prompt_json
 from inferc.serve.http.openai_chunks import Growing
 from inferc.serve.models.long_texts import in_text_thread
-from inferc.serve.models.models import TEXTS_AT_ONCE, ServedModel
+from inferc.serve.models.served_model import TEXTS_AT_ONCE, ServedModel
 from inferc.serve.models.streams import Delta, Stream
 from inferc.serve.models.tasks import gather_some
 

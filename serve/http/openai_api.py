@@ -39,7 +39,8 @@ from inferc.serve.http.responses_api import responses_routes
 from inferc.serve.models import text_calls
 from inferc.serve.models.embedding import Vectors, embed
 from inferc.serve.models.long_texts import BY_TURNS, in_text_thread
-from inferc.serve.models.models import Models, ServedModel
+from inferc.serve.models.models import Models
+from inferc.serve.models.served_model import ServedModel
 from inferc.serve.security.access import CALLER
 from inferc.version import __version__
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from inferc.errors import RequestError
 from inferc.runtime.step.sampling_params import check_integer
 from inferc.serve.models.long_texts import in_text_thread
-from inferc.serve.models.models import ServedModel
+from inferc.serve.models.served_model import ServedModel
 
 MAX_INPUTS = 2048
 MAX_DIMENSIONS = 2**31 - 1

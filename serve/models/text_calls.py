@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from inferc.errors import RequestError
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.serve.models.long_texts import BY_TURNS, check_characters
-from inferc.serve.models.models import ServedModel
+from inferc.serve.models.served_model import ServedModel
 from inferc.serve.security.access import CALLER
 
 MAX_TOKENS = 1 << 20

@@ -18,7 +18,8 @@ from prometheus_client.exposition import choose_encoder
 from inferc.errors import InfercError
 from inferc.runtime.engine.engine import STEP_TOKENS, EngineStats
 from inferc.serve.models.metrics import OUTCOMES, Histogram, Outcome
-from inferc.serve.models.models import Models, ServedModel
+from inferc.serve.models.models import Models
+from inferc.serve.models.served_model import ServedModel
 
 SCRAPE_SECONDS = 0.5  # time limit for the engines' counters; for an engine that is late, the last known ones are used
 STATES = ("serving", "starting", "asleep", "draining", "damaged", "dead")

@@ -348,7 +348,7 @@ def serve(
     from inferc.runtime.text.control_tokens import parse_in_text
     from inferc.serve.kv_events.log import KvPublisherConfig
     from inferc.serve.models.metrics import Objectives
-    from inferc.serve.models.models import ModelOptions, ModelSource
+    from inferc.serve.models.served_model import ModelOptions, ModelSource
     from inferc.serve.security.access import Limits
     from inferc.serve.server import Addresses, ServeConfig
     from inferc.serve.server import serve as serve_

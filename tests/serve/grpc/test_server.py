@@ -22,7 +22,7 @@ from inferc.client import SERVICE, Client, ServerError
 from inferc.errors import ConfigError, RequestError
 from inferc.serve.errors import RequestAborted
 from inferc.serve.grpc.inference_service import InferenceService
-from inferc.serve.models.models import ModelSource
+from inferc.serve.models.served_model import ModelSource
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.server import ServeConfig, serve
 from inferc.serve.signals import NUMBERS

@@ -21,9 +21,10 @@ from inferc.serve.errors import EngineUnavailable
 from inferc.serve.kv_events.log import KvEventLog
 from inferc.serve.models import models as served_models
 from inferc.serve.models.async_engine import AsyncEngine
-from inferc.serve.models.models import ModelOptions, Models, ModelSource, ServedModel
+from inferc.serve.models.models import Models
 from inferc.serve.models.rendering import Rendering
 from inferc.serve.models.residency import Residency
+from inferc.serve.models.served_model import ModelOptions, ModelSource, ServedModel
 from inferc.serve.models.streams import ModelFacts
 from inferc.serve.models.supervisor import Supervisor
 
