@@ -12,7 +12,6 @@ import pytest
 import typer
 from command_line import run_inferc
 from serving import ENV, INFERC, wait_until
-from typer.testing import CliRunner
 
 from inferc.cli.main import app
 from inferc.cli.serve import FOREIGN
@@ -74,7 +73,7 @@ def test_an_artifact_is_not_compiled_again(tiny_artifact: Path, tmp_path: Path) 
 
 
 def test_the_public_half_of_a_key_does_not_sign(tmp_path: Path) -> None:
-    assert CliRunner().invoke(app, ["sign", "--new-key", str(tmp_path / "rel.key")]).exit_code == 0
+    assert run_inferc("sign", "--new-key", tmp_path / "rel.key").returncode == 0
     message = one_line(refused("sign", tmp_path / "out", "--key", tmp_path / "rel.key.pub"))
     expected = f"{tmp_path}/rel.key.pub is the public half of a key; sign with the private one, {tmp_path}/rel.key"
     assert message == f"inferc: {expected}\n"

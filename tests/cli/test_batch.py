@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from batches import CHAT, EMBEDDINGS, num_lines, responses, row, texts, write_rows
+from command_line import run_inferc
 from serving import ENV, INFERC, Server, wait_until
-from typer.testing import CliRunner
 
 from inferc import LLM, SamplingParams
-from inferc.cli.main import app
 from inferc.errors import ConfigError
 from inferc.runtime.openai.batch_file import BatchInput
 
@@ -31,8 +30,8 @@ def command(source: Path, out: Path, engine: Path | str, *options: str) -> list[
 
 def run(source: Path, out: Path, engine: Path | str, *options: str) -> dict[str, Any]:
     """A run to its end, in this process; what --json prints."""
-    done = CliRunner().invoke(app, [*command(source, out, engine, *options), "--json"])
-    assert done.exit_code == 0, done.stderr
+    done = run_inferc(*command(source, out, engine, *options), "--json")
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert isinstance(found, dict)
     return found
@@ -40,8 +39,8 @@ def run(source: Path, out: Path, engine: Path | str, *options: str) -> dict[str,
 
 def refused(source: Path, out: Path, engine: Path | str, *options: str) -> str:
     """The one line of a run that must not begin."""
-    done = CliRunner().invoke(app, command(source, out, engine, *options))
-    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    done = run_inferc(*command(source, out, engine, *options))
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith("inferc: ") and done.stderr.count("\n") == 1
     return str(done.stderr)
 
@@ -144,8 +143,8 @@ def test_requests_that_begin_alike_are_neighbours(tiny_artifact: Path, tmp_path:
 
 def test_one_line_on_standard_error_tells_the_rest(tiny_artifact: Path, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", [row("a", {"prompt": "a", **GREEDY}), row("b", {"prompt": 5})])
-    done = CliRunner().invoke(app, command(source, tmp_path / "out.jsonl", tiny_artifact))
-    assert (done.exit_code, done.stdout) == (0, "")
+    done = run_inferc(*command(source, tmp_path / "out.jsonl", tiny_artifact))
+    assert (done.returncode, done.stdout) == (0, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"{tmp_path / 'out.jsonl'}: 2 requests (1 failed), 1 prompt tokens (0 cached), 6 output")
 

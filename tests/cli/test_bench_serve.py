@@ -11,11 +11,9 @@ import pytest
 from command_line import run_inferc
 from fake_openai import Behaviour, FakeOpenAI
 from serving import ENV, INFERC, Server
-from typer.testing import CliRunner
 
 from inferc.bench.own_server import server_options
 from inferc.cli.bench import _shown
-from inferc.cli.main import app
 
 SMALL = ("--input-len", "12", "--output-len", "24", "--warmup", "1")
 KEPT = {  # that were there before others came
@@ -25,8 +23,8 @@ KEPT = {  # that were there before others came
 
 
 def bench(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, ["bench", "serve", *map(str, arguments)])
-    assert result.exit_code == code, result.output
+    result = run_inferc("bench", "serve", *arguments)
+    assert result.returncode == code, result.stderr
     return result.stdout, result.stderr
 
 

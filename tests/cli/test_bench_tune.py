@@ -7,21 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import run_inferc
 
 from inferc.bench.candidates import Candidate
 from inferc.bench.figures import Goals
 from inferc.bench.tune import Tuned, _Clock
 from inferc.bench.tune_report import write_config
 from inferc.bench.verify import Row
-from inferc.cli.main import app
 
 DEFAULT = Candidate(64, 512)
 
 
 def inferc(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == code, result.output
+    result = run_inferc(*arguments)
+    assert result.returncode == code, result.stderr
     return result.stdout, result.stderr
 
 

@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from command_line import run_inferc
 from serving import ENV, INFERC
-from typer.testing import CliRunner
 
 from inferc.cli import common as cli_common
 from inferc.cli import generate as cli_generate
-from inferc.cli.main import app
 
 TOO_LONG = "word " * 400
 GREEDY = ("--max-tokens", "4", "--temperature", "0")
 
 
 def chat(artifact: Path, *options: str, stdin: bytes) -> Any:
-    return CliRunner().invoke(app, ["chat", str(artifact), *GREEDY, *options], input=stdin)
+    return run_inferc("chat", artifact, *GREEDY, *options, stdin=stdin)
 
 
 def contents(stdout: str) -> list[str]:
@@ -35,19 +34,19 @@ def contents(stdout: str) -> list[str]:
 
 def test_a_message_that_does_not_fit_is_left_out(tiny_artifact: Path) -> None:
     done = chat(tiny_artifact, "--json", stdin=f"hello\n{TOO_LONG}\nagain\n".encode())
-    assert done.exit_code == 0, done.stderr
+    assert done.returncode == 0, done.stderr
     assert contents(done.stdout) == contents(chat(tiny_artifact, "--json", stdin=b"hello\nagain\n").stdout)
     (line,) = done.stderr.splitlines()
     assert line.startswith("inferc: ") and "256" in line and line.endswith("; /clear forgets the conversation")
     shown = chat(tiny_artifact, stdin=f"hello\n{TOO_LONG}\nagain\n".encode())
-    assert shown.exit_code == 0
+    assert shown.returncode == 0
     assert shown.stdout == chat(tiny_artifact, stdin=b"hello\nagain\n").stdout
 
 
 @pytest.mark.parametrize(("stdin", "code"), [(f"hello\n{TOO_LONG}".encode(), 0), (b"hello\ncaf\xe9\n", 2)])
 def test_the_conversation_is_printed_whatever_ends_it(tiny_artifact: Path, stdin: bytes, code: int) -> None:
     done = chat(tiny_artifact, "--json", stdin=stdin)
-    assert done.exit_code == code
+    assert done.returncode == code
     assert contents(done.stdout)[0] == "hello"
     assert len(done.stderr.splitlines()) == 1
 
@@ -57,7 +56,7 @@ def test_a_model_without_a_template_does_not_chat(tiny_artifact: Path, monkeypat
 
     monkeypatch.setattr(Text, "has_chat_template", False)
     done = chat(tiny_artifact, stdin=b"hello\n")
-    assert done.exit_code == 2
+    assert done.returncode == 2
     assert "has no chat template" in done.stderr and "inferc generate" in done.stderr
 
 
@@ -81,7 +80,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(tiny_artifact: Path, monkeypatch
     monkeypatch.setattr(cli_generate, "say", say)
     monkeypatch.setattr(Text, "encode_chat", encode)
     done = chat(tiny_artifact, "--max-tokens", "100", stdin=b"hello\nagain\n")
-    assert done.exit_code == 0, done.stderr
+    assert done.returncode == 0, done.stderr
     said = "".join(pieces[:3])
     assert said and done.stdout.startswith(said + "\n"), "the line of the answer ends where it was interrupted"
     assert [message["content"] for message in conversations[1]] == ["hello", said, "again"]

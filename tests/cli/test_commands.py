@@ -13,10 +13,8 @@ import pytest
 from command_line import run_inferc
 from random_models import make_random_model
 from serving import ENV, INFERC, Server, wait_until
-from typer.testing import CliRunner
 
 from inferc import __version__
-from inferc.cli.main import app
 from inferc.client import Client
 from inferc.runtime.runners.cpu.abi import detect_isa
 
@@ -54,7 +52,7 @@ def imported(log: str) -> set[str]:
 def test_help_names_what_is_built_and_nothing_else() -> None:
     listed = re.findall(r"^  (\w+)  ", run_inferc("--help").stdout, re.MULTILINE)
     assert tuple(listed) == COMMANDS
-    assert CliRunner().invoke(app, ["quantize"]).exit_code == 2
+    assert run_inferc("quantize").returncode == 2
 
 
 def test_the_version_is_the_packages() -> None:
@@ -68,13 +66,13 @@ def test_help_of_every_command_is_light() -> None:
     assert not loaded & {"torch", "transformers", "numpy", "grpc", "rich", "google.protobuf", "inferc.client"}
     assert not loaded & {f"inferc.{stage}" for stage in ("frontend", "passes", "codegen", "runtime", "serve")}
     for name in COMMANDS:
-        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+        assert run_inferc(name, "--help").returncode == 0
 
 
 def test_compile(tiny_llama_folder: Path, tmp_path: Path) -> None:
     arguments = ["compile", str(tiny_llama_folder), "-o", str(tmp_path / "out"), "--certify", "none", "--json"]
-    result = CliRunner().invoke(app, arguments)  # in this process: importing torch again would take seconds
-    assert result.exit_code == 0, result.output
+    result = run_inferc(*arguments)
+    assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert Path(found["path"]) == tmp_path / "out" and found["config"]["dtype"] == "float32"
     assert found["passes"] and found["weights_bytes"] > 0
@@ -85,31 +83,31 @@ def test_compile(tiny_llama_folder: Path, tmp_path: Path) -> None:
 def test_compile_and_inspect_a_quantized_model(tmp_path: Path) -> None:
     folder = make_random_model("qwen3_moe", tmp_path / "model", "bfloat16")
     options = ["--quantize", "w8a8", "--target", "reference", "--certify", "none"]
-    result = CliRunner().invoke(app, ["compile", str(folder), "-o", str(tmp_path / "out"), *options])
-    assert result.exit_code == 0 and "out: reference, bfloat16 w8a8, " in result.output
-    facts = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "--json"]).stdout)
+    result = run_inferc("compile", folder, "-o", tmp_path / "out", *options)
+    assert result.returncode == 0 and "out: reference, bfloat16 w8a8, " in result.stdout
+    facts = json.loads(run_inferc("inspect", tmp_path / "out", "--json").stdout)
     kept = {"routers": 2}
     assert facts["config"]["quantize"] == "w8a8"
     assert facts["model"]["quantization"] == {"scheme": "w8a8", "products": 8, "kept": kept}
-    printed = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).stdout
+    printed = run_inferc("inspect", tmp_path / "out").stdout
     assert "; w8a8: 8 products quantized; in bfloat16: norms, routers (2)\n" in printed
     prompt = ["--prompt", "def", "--max-tokens", "3", "--temperature", "0", "--ignore-eos", "--json"]
-    generated = CliRunner().invoke(app, ["generate", str(tmp_path / "out"), *prompt])
+    generated = run_inferc("generate", tmp_path / "out", *prompt)
     assert len(json.loads(generated.stdout)["outputs"][0]["token_ids"]) == 3
 
 
 def test_compile_and_inspect_a_kv_cache_in_int8(tiny_llama_folder: Path, tmp_path: Path) -> None:
     options = ["--kv-dtype", "int8", "--target", "reference", "--certify", "none"]
-    result = CliRunner().invoke(app, ["compile", str(tiny_llama_folder), "-o", str(tmp_path / "out"), *options])
-    assert result.exit_code == 0 and "out: reference, float32, KV cache in int8, " in result.output
-    facts = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "--json"]).stdout)
+    result = run_inferc("compile", tiny_llama_folder, "-o", tmp_path / "out", *options)
+    assert result.returncode == 0 and "out: reference, float32, KV cache in int8, " in result.stdout
+    facts = json.loads(run_inferc("inspect", tmp_path / "out", "--json").stdout)
     (group,) = facts["kv_groups"]
     assert (facts["config"]["kv_dtype"], group["dtype"], group["head_dim"]) == ("int8", "int8", 16)
     assert group["bytes_per_token"] == facts["kv_bytes_per_token"] == 2 * 2 * 2 * (16 + 4)
-    printed = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).stdout
+    printed = run_inferc("inspect", tmp_path / "out").stdout
     assert "2 heads of 16, int8 with a float32 scale, 160 bytes a token\n" in printed
     prompt = ["--prompt", "def", "--max-tokens", "3", "--temperature", "0", "--ignore-eos", "--json"]
-    generated = CliRunner().invoke(app, ["generate", str(tmp_path / "out"), *prompt])
+    generated = run_inferc("generate", tmp_path / "out", *prompt)
     assert len(json.loads(generated.stdout)["outputs"][0]["token_ids"]) == 3
 
 

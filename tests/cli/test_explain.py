@@ -9,10 +9,8 @@ import pytest
 from command_line import run_inferc
 from manifests import read_manifest, rewrite_manifest
 from serving import ENV, INFERC
-from typer.testing import CliRunner
 
 from inferc.cli.explain import rendered
-from inferc.cli.main import app
 
 PASS_KEYS = {"name", "rewrites", "nodes_before", "nodes_after", "bytes", "flops", "predicted_ms"}
 LLAMA_70B = {
@@ -52,9 +50,9 @@ def folder(path: Path, config: dict[str, Any]) -> Path:
 
 
 def explain(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
-    """Standard output and error of the command, in this process: importing torch again would take seconds."""
-    result = CliRunner().invoke(app, ["explain", *map(str, arguments)])
-    assert result.exit_code == code, result.output
+    """Standard output and error of the command."""
+    result = run_inferc("explain", *arguments)
+    assert result.returncode == code, result.stderr
     return result.stdout, result.stderr
 
 
@@ -213,8 +211,8 @@ def test_bad_usage(tmp_path: Path, tiny_artifact: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--html"])
 def test_options_that_are_not_built_are_unknown(option: str) -> None:
-    result = CliRunner().invoke(app, ["explain", "anything", option, "x"])
-    assert result.exit_code == 2 and f"No such option: {option}" in result.output
+    result = run_inferc("explain", "anything", option, "x")
+    assert result.returncode == 2 and f"No such option: {option}" in result.stderr
 
 
 # ------------------------------------------------------------------------------------------- of an artifact
@@ -264,7 +262,7 @@ def test_an_artifact_says_what_its_model_does(tiny_artifact: Path, tiny_llama_fo
     of_model, of_artifact = (explain_json(source, *options) for source in (tiny_llama_folder, tiny_artifact))
     same = ("model", "device", "workload", "kv", "phases", "captured", "passes", "uniform_routing", "target")
     assert {key: of_model[key] for key in same} == {key: of_artifact[key] for key in same}
-    inspected = CliRunner().invoke(app, ["inspect", str(tiny_artifact), "--json"])
+    inspected = run_inferc("inspect", tiny_artifact, "--json")
     log = json.loads(inspected.stdout)["passes"]
     names = ("name", "rewrites", "nodes_before", "nodes_after")
     assert log == [{name: row[name] for name in names} for row in of_artifact["passes"]]

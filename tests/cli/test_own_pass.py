@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 from command_line import run_inferc
-from typer.testing import CliRunner
-
-from inferc.cli.main import app
 
 PASSES = """
 import torch
@@ -67,10 +64,10 @@ def failed(model: Path, folder: Path, spec: str, code: int = 2) -> str:
         for name in ("users_passes", "wrong"):
             patch.delitem(sys.modules, name, raising=False)
         options = ["-o", "out", "--certify", "none", "--pass", spec]
-        done = CliRunner().invoke(app, ["compile", str(model), *options])
+        done = run_inferc("compile", model, *options)
         for name in ("users_passes", "wrong"):
             sys.modules.pop(name, None)
-    assert done.exit_code == code and not done.stdout, done.stderr
+    assert done.returncode == code and not done.stdout, done.stderr
     assert done.stderr.startswith("inferc: ") and "Traceback" not in done.stderr
     left = {path.name for path in folder.iterdir()} - {"__pycache__", "users_passes.py", "wrong.py"}
     assert not left, left

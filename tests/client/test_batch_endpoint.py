@@ -12,9 +12,7 @@ from batches import num_lines, responses, row, texts, write_rows
 from certificates import Authority
 from command_line import run_inferc
 from serving import ENV, INFERC, Server, wait_until
-from typer.testing import CliRunner
 
-from inferc.cli.main import app
 from inferc.client import SERVICE, Client, Tls
 from inferc.client.batch_endpoint import EndpointBackend
 from inferc.client.scrape import Endpoint, Page
@@ -168,15 +166,15 @@ def test_a_server_with_keys_and_tls(tiny_artifact: Path, tmp_path: Path, monkeyp
         def batch(name: str, *more: str, **env: str) -> Any:
             out = tmp_path / f"{name}.jsonl"
             arguments = ["batch", str(source), "-o", str(out), "--engine", endpoint, "--ca", str(authority.ca), *more]
-            return CliRunner().invoke(app, arguments, env=env)
+            return run_inferc(*arguments, env=env)
 
         refused = batch("none")
-        assert refused.exit_code == 1 and refused.stderr == (
+        assert refused.returncode == 1 and refused.stderr == (
             f"inferc: {server.address}: the server wants an API key; give --api-key, or set INFERC_API_KEY\n"
         )
         assert "this API key is not known here" in batch("wrong", "--api-key", "wrong").stderr
-        assert batch("option", "--api-key", key).exit_code == 0
-        assert batch("variable", INFERC_API_KEY=key).exit_code == 0
+        assert batch("option", "--api-key", key).returncode == 0
+        assert batch("variable", INFERC_API_KEY=key).returncode == 0
         both = [responses(tmp_path / f"{name}.jsonl")["a"] for name in ("option", "variable")]
         assert both[0]["status_code"] == 200 and both[0] == both[1]
         monkeypatch.setattr("inferc.client.batch_endpoint.CONNECT_SECONDS", 1.0)
@@ -223,5 +221,5 @@ def refusals(page: Page) -> float:
 def test_options_that_do_not_fit(engine: str, options: tuple[str, ...], message: str, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", [row("a", {"prompt": "abc"})])
     command = ["batch", str(source), "-o", str(tmp_path / "out.jsonl"), "--engine", engine, *options]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.output
+    done = run_inferc(*command)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr

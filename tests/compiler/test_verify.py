@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from command_line import run_inferc
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from inferc.cli.main import app
 from inferc.compiler.build import compile
 from inferc.compiler.verify import verify
 from inferc.config import CompileConfig
@@ -45,8 +43,8 @@ def test_other_weights_than_the_models_are_the_kernels_fault(tiny_llama_folder: 
     tensors["model.layers.1.mlp.down_proj.weight"] *= 1.25
     save_file(tensors, file, {"format": "pt"})
     compile(changed, tmp_path / "out", CompileConfig(certify="none"))
-    done = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--reference", str(tiny_llama_folder)])
-    assert done.exit_code == 1
+    done = run_inferc("verify", tmp_path / "out", "--reference", tiny_llama_folder)
+    assert done.returncode == 1
     assert "beyond the artifact's budget: kernels: " in done.stdout
     assert [line.split()[0] for line in done.stdout.splitlines() if "< over its budget" in line] == ["kernels"]
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 import transformers
 from batches import CHAT, COMPLETIONS, responses, row, write_rows
+from command_line import run_inferc
 from http_calls import request
 from random_models import make_random_model
 from serving import Server
-from typer.testing import CliRunner
 
 from inferc import LLM
-from inferc.cli.main import app
 from inferc.client import Client
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
@@ -108,8 +107,8 @@ def server(made: Made) -> Iterator[Server]:
 
 def run(*arguments: str | Path, stdin: str | None = None) -> str:
     """What a command prints."""
-    done = CliRunner().invoke(app, [*map(str, arguments)], input=stdin)
-    assert done.exit_code == 0, done.stderr
+    done = run_inferc(*arguments, stdin=stdin)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

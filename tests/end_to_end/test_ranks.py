@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from command_line import run_inferc
 from lowered import make_plan
 from numpy.typing import NDArray
 from random_models import make_random_model
 from rank_process import NUM_TOKENS, PROMPT
-from typer.testing import CliRunner
 
 import inferc
-from inferc.cli.main import app
 from inferc.codegen.cpp import build as cpp_build
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig, EngineConfig
@@ -170,7 +169,7 @@ def test_what_an_artifact_of_two_ranks_holds(folder: Path, out: Path) -> None:
     passes = [row["name"] for row in facts["passes"]]
     assert passes.index("fuse_moe_routing") < passes.index("partition") < passes.index("pack_projections")
     assert {"graph/tp0", "graph/tp1"} <= {str(Path(name).parent) for name in load_artifact(path).manifest.files}
-    shown = CliRunner().invoke(app, ["inspect", str(path)]).output
+    shown = run_inferc("inspect", path).stdout
     assert "tp 0" in shown
     assert "tp 1" in shown
 
@@ -210,7 +209,7 @@ def test_quantized_ranks_are_held_to_their_schemes_budget(scheme: str, tmp_path:
     assert summary.certificate is not None
     assert summary.certificate["ok"]
     assert scheme in str(summary.certificate["budgets"])
-    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
+    shown = run_inferc("inspect", tmp_path / "out").stdout
     assert f"{scheme}" in shown
     assert "routers" in shown
 
@@ -277,7 +276,6 @@ def test_experts_are_placed_by_a_recorded_profile(folder: Path, out: Path, tmp_p
     whole = out / "whole"
     compile(folder, whole, CompileConfig(dtype="float32", certify="none"))
     profile = tmp_path / "loads.json"
-    run = CliRunner()
     command = [
         "eval",
         str(whole),
@@ -287,8 +285,8 @@ def test_experts_are_placed_by_a_recorded_profile(folder: Path, out: Path, tmp_p
         str(profile),
         "--json",
     ]
-    result = run.invoke(app, command)
-    assert result.exit_code == 0, result.output
+    result = run_inferc(*command)
+    assert result.returncode == 0, result.stderr
     loads = json.loads(profile.read_text())["expert_loads"]
     assert sorted(loads) == ["0", "1"]
     cost, config = model_cost(load_artifact(whole)), load_artifact(whole).model.hf_config
@@ -302,8 +300,8 @@ def test_experts_are_placed_by_a_recorded_profile(folder: Path, out: Path, tmp_p
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"expert_loads": {"0": loads["0"], "7": loads["1"]}}))
     command = ["compile", str(folder), "-o", str(tmp_path / "placed"), "--ep", "2", "--expert-loads", str(other)]
-    result = run.invoke(app, command)
-    assert result.exit_code == 2
+    result = run_inferc(*command)
+    assert result.returncode == 2
     assert "experts are placed for layers 0, 7; the model has experts in layers 0, 1" in result.stderr
     sizes: dict[str, Any] = {"ep": 2, "expert_loads": str(profile), "redundant_experts": 2}
     compile(folder, tmp_path / "placed", CompileConfig(dtype="float32", certify="none", **sizes))
@@ -335,8 +333,8 @@ def test_experts_are_placed_by_a_recorded_profile(folder: Path, out: Path, tmp_p
     ],
 )
 def test_sizes_that_do_not_fit_are_one_line(options: list[str], line: str, folder: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["compile", str(folder), "-o", str(tmp_path / "out"), *options])
-    assert result.exit_code == 2
+    result = run_inferc("compile", folder, "-o", tmp_path / "out", *options)
+    assert result.returncode == 2
     assert line in result.stderr
     assert not (tmp_path / "out").exists()
 
@@ -344,13 +342,12 @@ def test_sizes_that_do_not_fit_are_one_line(options: list[str], line: str, folde
 def test_commands_for_one_program_say_so(folder: Path, out: Path, tmp_path: Path) -> None:
     path = artifact(folder, out, "tp2")
     (tmp_path / "text.txt").write_text("some words to score")
-    run = CliRunner()
-    result = run.invoke(app, ["bench", "kernels", str(path)])
-    assert result.exit_code == 2
+    result = run_inferc("bench", "kernels", path)
+    assert result.returncode == 2
     assert "holds 2 ranks" in result.stderr
     command = ["eval", str(path), "--text", str(tmp_path / "text.txt")]
-    assert run.invoke(app, command).exit_code == 0
-    result = run.invoke(app, [*command, "--record-expert-loads", str(tmp_path / "loads.json")])
-    assert result.exit_code != 0
+    assert run_inferc(*command).returncode == 0
+    result = run_inferc(*command, "--record-expert-loads", tmp_path / "loads.json")
+    assert result.returncode != 0
     assert "loads are recorded on an artifact of one rank" in result.stderr
     assert not (tmp_path / "loads.json").exists()

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_inferc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import make_random_model
-from typer.testing import CliRunner
 
 import inferc
-from inferc.cli.main import app
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, RequestError
@@ -161,7 +160,7 @@ def test_inspect_tells_the_groups(made: Made) -> None:
         assert entry.bytes_per_token == size
         assert entry.window == (WINDOW if entry.kind == "window" else 0)
     total = 2 * sum(len(each) for _, each in layers) * 2 * 16 * 4
-    printed = CliRunner().invoke(app, ["inspect", str(made.artifact)]).stdout
+    printed = run_inferc("inspect", made.artifact).stdout
     assert f"KV cache  {total} bytes a token\n" in printed
     rows = [line.split(maxsplit=1) for line in printed.splitlines() if "bytes a token" in line][1:]
     assert (
