@@ -41,5 +41,6 @@ class UnderWay:
         """Wait at most this long until no request is under way, and return whether none is."""
         if self.count and limit_seconds > 0:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._none.wait(), limit_seconds)
+                async with asyncio.timeout(limit_seconds):
+                    await self._none.wait()
         return not self.count

@@ -170,7 +170,8 @@ async def _memory(model: ServedModel) -> dict[str, Any]:
         "max_model_len": artifact.max_model_len,
     }
     try:
-        stats = await asyncio.wait_for(model.engine.stats(), STATS_SECONDS)
+        async with asyncio.timeout(STATS_SECONDS):
+            stats = await model.engine.stats()
     except (InfercError, TimeoutError):
         return found
     sizes = [count * stats.block_size for count in stats.num_blocks]

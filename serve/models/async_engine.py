@@ -335,7 +335,8 @@ class AsyncEngine:
         if self.state != "dead":
             self.state = "draining"
         try:
-            await asyncio.wait_for(self._idle.wait(), limit_seconds)
+            async with asyncio.timeout(limit_seconds):
+                await self._idle.wait()
         except TimeoutError:
             late = EngineUnavailable(leaving.late)
             for task in list(self._tasks.values()):

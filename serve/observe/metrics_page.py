@@ -373,7 +373,8 @@ class MetricsPage:
 
     async def _refresh(self, model: ServedModel) -> None:
         try:
-            self._last[model.name] = await asyncio.wait_for(model.engine.stats(), SCRAPE_SECONDS)
+            async with asyncio.timeout(SCRAPE_SECONDS):
+                self._last[model.name] = await model.engine.stats()
         except (InfercError, TimeoutError):
             if model.state == "asleep":
                 self._last.pop(model.name, None)

@@ -306,7 +306,8 @@ class AsyncClient:
     async def wait_until_ready(self, timeout: float = 10.0) -> None:
         """Wait until the server answers; raise ServerError after `timeout` seconds."""
         try:
-            await asyncio.wait_for(self._channel.channel_ready(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._channel.channel_ready()
         except TimeoutError:
             raise ServerError("UNAVAILABLE", f"no server answered at {self.address} within {timeout:g} s") from None
 
