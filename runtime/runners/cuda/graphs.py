@@ -86,7 +86,8 @@ class StepGraphs:
         """
         graph = self.find(capacity, shares)
         if graph is None:
-            raise ValueError(f"there is no graph for a bucket of {capacity.seqs}: the device has no memory for it")
+            why = "the device had no memory for it, or it cannot be captured; a warning said which"
+            raise ValueError(f"there is no graph for a bucket of {capacity.seqs}: {why}")
         start, end = (self._driver.new_event(timed=True) for _ in range(2))
         self._driver.record(start, self._stream)
         for _ in range(repeats):
