@@ -1,4 +1,4 @@
-"""How each row of a fused elementwise expression is divided, for every target that computes it row by row."""
+"""The division of the rows of a fused elementwise expression into parts, for targets that compute it row by row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 
 def parts(node: fx.Node) -> tuple[int, int] | None:
-    """Return (parts, width), a division of a row, or None if there is none.
+    """Return (parts, width): the number of parts of a row and their width, or None if no division suits all inputs.
 
     In each part an input is whole, or repeated, or one number.
     """

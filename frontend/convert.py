@@ -153,7 +153,7 @@ class Converter:
         self._bind(node, stable, weight_lib.constant(value if value.dim() else value.reshape(1)), layer)
 
     def _bind(self, node: fx.Node, stable: str, weight: Weight, layer: int | None) -> None:
-        """Make a weight stand for a node of the exported graph."""
+        """Map a node of the exported graph to a `get_attr` node that reads this weight."""
         is_number = not node.meta["val"].dim()
         if is_number and not weight.shape:
             weight = weight_lib.reshape(weight, (1,))

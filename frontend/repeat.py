@@ -58,7 +58,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Section:
-    """Neighbouring nodes of a trace that are written `times` times, each time for layers that lie `step` further on.
+    """A run of consecutive trace nodes that is written `times` times, each time for layers `step` further on.
 
     From the second time on, a node that is a key of `carried` is replaced by its value, as that was written the time
     before.

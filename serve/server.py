@@ -61,7 +61,7 @@ class ServeConfig:
     max_body_bytes: int = 64 << 20  # bytes of an HTTP request's body
     tls_cert: Path | None = None  # PEM file
     tls_key: Path | None = None
-    tls_client_ca: Path | None = None  # let in only clients with a certificate of these authorities
+    tls_client_ca: Path | None = None  # accept only clients with a certificate of these authorities
     otlp_endpoint: str | None = None  # an OpenTelemetry collector, http://HOST:4318
     trace_ratio: float = 1.0  # share of requests traced, of those whose client did not decide it
     insecure: bool = False  # listen beyond the loopback interface although no key is needed

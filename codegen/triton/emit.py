@@ -247,7 +247,7 @@ class _Emission:
 
 
 def _in_a_row(node: fx.Node, values: Values) -> dict[str, Any]:
-    """Return where a tensor of an engine lies, whose rows must follow one another without a gap."""
+    """Return the place of an engine's input or output, after asserting that its rows are contiguous in memory."""
     if node.op == "get_attr":
         return {"weight": str(node.target)}
     if node.op == "placeholder":

@@ -60,7 +60,7 @@ _Kind = tuple[str, int]
 
 
 class _Other(Exception):
-    """The error that a softmax is not an attention that `inferc.attention` can compute; its text is the reason."""
+    """The error raised for a softmax that is not attention as `inferc.attention` computes it; the message says why."""
 
 
 def capture_eager_attention(program: Program) -> int:
@@ -272,7 +272,7 @@ class _Region:
         return visible(rows, rows, *self._stand_in(*kind)).to(value.dtype).view(value.shape)
 
     def _stand_in(self, kind: str, window: int) -> _Kind:
-        """Return the mask that is tried instead of this one: its window is small, and differs for each window."""
+        """Return the mask to try in place of this one: the same kind, with a small window that stands for this one."""
         real = (kind, window)
         tried = next((each for each, known in self.kinds.items() if known == real), None)
         if tried is None:

@@ -105,7 +105,7 @@ class BlockPool:
         return None if block in self.unchecked else block
 
     def forget(self, block: int) -> None:
-        """Make a block impossible to find."""
+        """Remove a block from the index of cached blocks, so that no sequence finds it any more."""
         del self.block_of[self.hash_of[block]]
         if block in self.kept:
             self.kept.remove(block)

@@ -1,4 +1,4 @@
-"""The blocks of a KV group whose sequences forget all but sinks and recent tokens while they run (`Eviction`)."""
+"""The blocks of a KV group with token eviction: running sequences keep only sinks and recent tokens (`Eviction`)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class EvictedGroup(WindowGroup):
 
 
 class Forgetting:
-    """The rules by which the sequences of a cache forget tokens while they run.
+    """The eviction of tokens from running sequences: which tokens their queries no longer see, and which blocks remain.
 
     They are the same in all evicted groups, because the specs of these groups differ only in bytes.
     """

@@ -113,7 +113,7 @@ class KVCacheManager:
 
     @property
     def num_evicted(self) -> int:
-        """The number of blocks that could be found and were taken for something else."""
+        """The number of cached blocks that were evicted to make room."""
         return sum(pool.num_evicted for pool in self.pools)
 
     @property

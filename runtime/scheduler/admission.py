@@ -19,7 +19,7 @@ from inferc.runtime.step.sequence import Sequence
 
 @dataclass
 class Triage:
-    """The sequences that are left out so that others are in time.
+    """The waiting sequences to refuse, and the running ones whose objectives to give up, so that others meet theirs.
 
     refused: waiting sequences that are refused.
     lost: running sequences whose objectives are given up.

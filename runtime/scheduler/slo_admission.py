@@ -24,10 +24,10 @@ from inferc.runtime.step.sequence import Sequence
 
 NUM_LOOKED_AT = 64  # waiting sequences that one look considers
 LOOK_SECONDS = 0.02  # the time between two looks for requests that cannot be served in time
-# A token should be earlier than due by this share of its time, if running sequences can give way for it. Their own
-# objectives are given up only when a token is within this share of its time.
+# The margin before a first token's deadline, as a share of the time to it, within which running sequences may give way
+# for it. Their own objectives are given up only once the token is expected within this margin.
 HASTE = 0.3
-# The share of its time by which a token must be earlier than due, or a request is left out. It covers the sequences
+# The margin before a first token's deadline within which a request is refused. It allows for the sequences
 # that begin to decode, and so make steps longer, while a prompt is computed.
 MARGIN = 0.08
 

@@ -107,7 +107,7 @@ class Arrivals:
 
 
 class _OnItsWay(AbstractContextManager[None]):
-    """A context in which a task waits for a message, which takes a place if it does not come at once.
+    """The context in which a task waits for a message; one that is slow to arrive takes a place of its `Arrivals`.
 
     It ends the waiting with an error if the message takes too long, or if all places are taken. It works without a
     second task: each further turn of the event loop per call would delay health probes.

@@ -41,7 +41,7 @@ class Connections:
         self.num_ended = 0  # connections that were ended to make room, so far
         self._open: set[Connection] = set()
         self._busy: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # ordered: the one heard of last is last
+        self._idle: dict[Connection, None] = {}  # in the order in which they became idle, the latest last
         self._ended: set[Connection] = set()  # connections that were ended and whose files are still open
         self._say = say or Seldom()
 

@@ -67,7 +67,7 @@ def openai_routes(models: Models) -> APIRouter:
 
     @routes.post(EMBEDDINGS, tags=["openai"], response_model=None, openapi_extra=described("EmbeddingBody"))
     async def embeddings(request: Request) -> Response:
-        """Vectors of texts, where the model makes them."""
+        """Compute the embedding vectors of texts, for models that make them."""
         body = await read_body(request)
         inputs = await body.read_as(embedding_inputs)
         values = body.values
@@ -84,7 +84,7 @@ def openai_routes(models: Models) -> APIRouter:
 
     @routes.get("/v1/models", tags=["openai"])
     async def list_models() -> Json:
-        """The models that are served."""
+        """List the models that are served."""
         return Json({"object": "list", "data": [_model(model) for model in models.served]})
 
     @routes.get("/v1/models/{name:path}", tags=["openai"])
@@ -95,7 +95,7 @@ def openai_routes(models: Models) -> APIRouter:
 
     @routes.post("/tokenize", tags=["text"], openapi_extra=described("TokenizeBody"))
     async def tokenize(http: Request) -> Json:
-        """Token ids of a prompt or a conversation, as the model would get them."""
+        """Return the token ids of a prompt or a conversation, as the model would get them."""
         body = await read_body(http)
         values = body.values
         check_fields(values, openai_fields.TOKENIZE)
@@ -122,7 +122,7 @@ def openai_routes(models: Models) -> APIRouter:
 
     @routes.post("/detokenize", tags=["text"], openapi_extra=described("DetokenizeBody"))
     async def detokenize(http: Request) -> Json:
-        """The text of token ids."""
+        """Return the text of token ids."""
         body = await read_body(http)
         await body.read_as(partial(check_fields, fields=openai_fields.DETOKENIZE))
         values = body.values
@@ -134,7 +134,7 @@ def openai_routes(models: Models) -> APIRouter:
 
     @routes.get("/tokenizer_info", tags=["text"])
     async def tokenizer_info(model: str = "") -> Json:
-        """Special tokens and the chat template."""
+        """Return the special tokens and the chat template of a model."""
         served = models.get(model)
         text, facts = served.engine.text, served.engine.facts
         return Json(
@@ -155,13 +155,13 @@ def openai_routes(models: Models) -> APIRouter:
     @routes.head("/health", include_in_schema=False)
     @routes.head("/ready", include_in_schema=False)
     async def health() -> Response:
-        """200 while requests are taken, else 503."""
+        """Answer with status 200 while requests are accepted, else with 503."""
         return Response(status_code=200 if models.is_serving else 503)
 
     @routes.get("/live", tags=["server"], response_class=Response)
     @routes.head("/live", include_in_schema=False)
     async def live() -> Response:
-        """200 as long as the server needs no restart: 503 once an engine was given up."""
+        """Answer with status 200 as long as the server needs no restart, and with 503 once an engine was given up."""
         return Response(status_code=503 if models.is_broken else 200)
 
     @routes.get("/version", tags=["server"])

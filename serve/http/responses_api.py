@@ -57,7 +57,7 @@ def responses_routes(models: Models) -> APIRouter:
     @routes.post(f"{RESPONSES}/{{response_id}}/cancel", tags=["openai"])
     @routes.get(f"{RESPONSES}/{{response_id}}/input_items", tags=["openai"])
     async def stored_response(response_id: str) -> Response:
-        """404: nothing is stored."""
+        """Answer with status 404, because responses are not stored."""
         raise HTTPException(
             404, f"there is no response {response_id!r:.80}: nothing is stored here; keep what {RESPONSES} answers"
         )

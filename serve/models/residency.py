@@ -35,7 +35,7 @@ class Sleeper(Protocol):
 
 
 class NotWanted(Exception):
-    """An error that says that nobody waits any more for the model that wanted a place."""
+    """The error that a model need not be woken, because nobody waits for it any more."""
 
 
 class Residency:

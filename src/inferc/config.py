@@ -290,7 +290,7 @@ class EngineConfig:
 class ResolvedEngineConfig:
     """The resolved form of an `EngineConfig`, in which only the ISA may be "auto".
 
-    The model runner settles the ISA when it opens a library.
+    The CPU runner chooses the ISA when it opens a library.
     """
 
     num_threads: int

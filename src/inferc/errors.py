@@ -52,7 +52,7 @@ class ObjectiveError(InfercError):
 
 
 class GenerationError(InfercError):
-    """A request that cannot go on: the model's numbers for it are broken, or the engine fails or dies of it."""
+    """A request that cannot go on: its logits are not finite, or the engine fails or dies while it runs."""
 
 
 def shown(value: object, limit: int = SHOWN) -> str:

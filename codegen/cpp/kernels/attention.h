@@ -207,7 +207,7 @@ struct TileWork {
       for (i64 d = 0; d < next.dim; d += 16) fetch_elements(next.panel(p, d), tokens * 16);
     }
   }
-  // The full pieces of those steps of values.
+  // The number of 16-key pieces in those steps of the tile (VALUE_TOKENS keys each) whose keys all exist.
   INLINE static i64 whole(const Tile<S>& tile) { return tile.keys_there / VALUE_TOKENS * 2; }
 
   // Computes scores of `pieces`. first: whether they are the tile's first; then the next tile is prefetched, unless
@@ -490,7 +490,7 @@ struct KeySpan {
         count((end - start + KEY_TILE - 1) / KEY_TILE * PIECES) {}
 };
 
-// Adds the share of each block in the probabilities of a piece of one token to `masses`. They are integers, so that the
+// Adds to `masses` the attention probability that a piece of one token gives to each block, as an integer, so that the
 // order of tokens, layers and heads does not matter. For each head and 16 keys, the highest score and the sum relative
 // to it are kept until the overall maximum is known.
 template <class T, class C, class B>

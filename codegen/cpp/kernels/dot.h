@@ -67,8 +67,8 @@ INLINE IVec line_of(const bf16* first, const bf16* second) {
 #endif
 
 // One k step of a dot product of 16 outputs with one row: `unit` elements of k, weights as [16][unit] in memory.
-// A sum starts at the value of `start`, from memory unless `fresh`: then at the row's offset(row, k) over all of k, if
-// HAS_OFFSET.
+// `start` gives the first value of a sum: what `sums` holds in memory, or zero if `fresh`. With HAS_OFFSET a fresh sum
+// starts at offset(row, k) over all of k instead.
 template <class T>
 struct Dot;
 

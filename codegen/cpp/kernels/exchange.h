@@ -47,7 +47,7 @@ inline void expert_choose(Team& team, const Step& s, Rows<const i32> ids, i64 ro
   });
 }
 
-// The plan of one exchange, made by thread 0 and read by all. exchange_work_bytes in expert_calls.py counts its
+// The plan of one exchange, made by thread 0 and read by all. exchange_work_bytes (calls/moe.py) gives the size of its
 // scratch.
 struct Exchange {
   const Step& s;

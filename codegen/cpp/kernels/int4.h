@@ -119,7 +119,7 @@ struct Int4 {
     _mm256_storeu_si256(q + 1, line.h);
   }
   static INLINE Left left(i32 bytes) { return _mm256_set1_epi32(bytes); }
-  // Each of the two lanes gets half of it, so that neither leaves 16 bits on the way.
+  // Each of an output's two 16-bit lanes starts at half the offset, so that neither overflows as products are added.
   static INLINE Part start(i32 offset) {
     return {_mm256_set1_epi16(short(offset / 2)), _mm256_set1_epi16(short(offset / 2))};
   }
@@ -289,7 +289,7 @@ INLINE void int4_block(const Int4Panels& w, i64 panel, i64 next, i64 rows, const
 // without the sign, which is applied to the integer instead. A sum is put together from the two likewise.
 struct Int4Planes {
   __m512i low, high;  // the four bits, in the first of two bytes: a product of 16 bits is one of either byte
-  __m512i below_low, below_high;  // the excess of products of an integer plus 8
+  __m512i below_low, below_high;  // what to subtract from the products, since integers are stored plus 8
   __m512i turned;
   INLINE explicit Int4Planes(const i8* scales) {
     const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));

@@ -158,12 +158,12 @@ struct Experts {
     up = max(min(up, set1(limit)), set1(-limit));
     return mul(mul(gate, sigmoid(mul(gate, set1(alpha)))), add(up, set1(1.0f)));
   }
-  INLINE bool scales_rows() const { return scale_input && !quantizes; }  // of int8 rows, the scale is scaled instead
+  INLINE bool scales_rows() const { return scale_input && !quantizes; }  // int8 rows: the weight multiplies their scale
 };
 
 // The scratch of moe_experts, in this order: activations [rows * top_k, inter] T, with int8 their quantized form and
 // scales [rows * top_k] float32, scaled inputs [rows * top_k, hidden] T if there are any, sums [rows, hidden] float32,
-// choices [rows * top_k] i32 sorted by expert, starts [experts + 1] i32. expert_calls.py computes the same size.
+// choices [rows * top_k] i32 sorted by expert, starts [experts + 1] i32. moe_work_bytes (calls/moe.py) gives its size.
 template <class T, class W, class X>
 struct ExpertWork {
   T *active, *scaled = nullptr;

@@ -58,7 +58,7 @@ constexpr int LANES = 16;
 // The functions of a Vec: load, store, add … less, `keep` (lanes [low, high) of x, `other` elsewhere), `scale2` (x *
 // 2^n for whole n; a result that is too small becomes 0), `sum` and `maximum` over the lanes, always as ((0+8)+(4+12))
 // + … by halves. The functions of an IVec of sixteen int32: load and store take the address of any type with 64 bytes.
-// Then byte_sum, and the instructions for waiting threads.
+// Both files also have byte_sum, and relax and ticks for waiting threads.
 #ifdef __aarch64__
 #include "simd_arm.h"
 #else

@@ -17,7 +17,7 @@ from inferc.ir.ops.experts import GROUP_SCORES, SCORES
 
 @triton.jit
 def first_best(choice, left, place):  # type: ignore[no-untyped-def]
-    """Return the lowest place with the largest choice, among the places that are left.
+    """Return the lowest index in `place` that has the largest score in `choice`, among the candidates that are `left`.
 
     A NaN counts as the largest, as it does in sorting.
     """

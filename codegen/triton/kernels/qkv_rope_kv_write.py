@@ -117,7 +117,7 @@ def qkv_rope_kv_write_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def column_of(pair, which, HALF: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return where in a head the first (0) or second (1) element of a pair is.
+    """Return the column within a head of the first (`which` 0) or second (`which` 1) element of a rotated pair.
 
     Elements that are not rotated form pairs of neighbours.
     """

@@ -200,7 +200,7 @@ class CudaRunner:
             log.exception("step failed")
             step.error = str(error)
             with suppress(InfercError):
-                self._driver.wait(self._stream)  # copies from the flight's memory may be under way
+                self._driver.wait(self._stream)  # copies from the step's host memory may be under way
         self._pending.append(step)
 
     def _submit(self, plan: StepPlan, step: StepBuffers) -> None:
@@ -257,7 +257,7 @@ class CudaRunner:
             return logprobs, step.outputs[places["argmax"] :].view(np.int32)[:rows].copy()
         except InfercError:
             with suppress(InfercError):
-                self._driver.wait(self._stream)  # copies from the flight's memory may be under way
+                self._driver.wait(self._stream)  # copies from the step's host memory may be under way
             raise
         finally:
             self._free.append(step)

@@ -1,4 +1,4 @@
-// The artifact's own story: what it is, what each pass did, how far it moved the numbers, and where memory goes.
+// The report about an artifact: what it is, what each pass did, how far it moved the logits, and where memory goes.
 
 import { getJson, getText } from "./api.js";
 import { bar, bytes, el, number, scaled } from "./dom.js";

@@ -82,7 +82,7 @@ export class Chart {
     this.#read(this.cursor);
   }
 
-  /** A line, broken where there is no value; one alone is a dot. */
+  /** Return the path of a line with gaps where there is no value; a single value is drawn as a dot. */
   #path(index, y) {
     const end = this.rows.length ? this.rows[this.rows.length - 1].at : 0;
     let path = "";

@@ -7,7 +7,7 @@ import { Change, by, parse, sum } from "./prometheus.js";
 
 const EVERY_MS = 1000;
 const KEPT_SECONDS = 900;
-const WINDOW_SECONDS = 10; // that rates and quantiles are of
+const WINDOW_SECONDS = 10; // the period over which rates and quantiles are computed
 const TTFT = "inferc_time_to_first_token_seconds";
 const TBT = "inferc_time_between_tokens_seconds";
 const QUANTILES = [0.5, 0.9, 0.99];
@@ -27,7 +27,7 @@ const CHARTS = [
 ];
 
 export class Dashboard {
-  /** onState(state, problem) hears of every look. */
+  /** onState(state, problem) is called after every request for the metrics. */
   constructor(onState) {
     this.model = null;
     this.pages = []; // of the last WINDOW_SECONDS

@@ -1,6 +1,6 @@
 // Elements and numbers.
 
-/** An element with attributes (functions listen) and children (texts are texts, never markup). */
+/** Create an element; functions among the attributes are event listeners, and strings among the children plain text. */
 export function el(name, attributes = {}, ...children) {
   const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -12,7 +12,7 @@ export function el(name, attributes = {}, ...children) {
   return node;
 }
 
-/** The same in SVG. */
+/** Create an SVG element with attributes and children. */
 export function svg(name, attributes = {}, ...children) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
@@ -46,7 +46,7 @@ export function scaled(value, unit = "") {
 }
 
 export const bytes = (value) => scaled(value, "B");
-/** A bar that is filled to a share; what it says is said in numbers beside it. */
+/** Create a bar that is filled to a share; screen readers skip it, since the number is written beside it. */
 export function bar(share) {
   const fill = el("span", { class: "fill" });
   fill.style.width = `${100 * Math.max(0, Math.min(1, share))}%`;

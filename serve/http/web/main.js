@@ -71,7 +71,7 @@ async function chooseModel() {
 
 // ------------------------------------------------------------------------------------------------------ key
 
-let isDeclined = false; // whoever was asked and gave none is asked no more
+let isDeclined = false; // whether the user closed the dialog without a key, which is then not shown again
 
 function askKey() {
   if ($("key-dialog").open) return;

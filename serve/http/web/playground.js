@@ -182,7 +182,7 @@ export class Playground {
     await this.#reply();
   }
 
-  /** All messages anew but the answers' tokens, which stay as they came. */
+  /** Bring the log in line with the conversation; messages that are shown already stay, with their tokens. */
   #paint() {
     const log = $("messages");
     log.querySelectorAll(".empty").forEach((node) => node.remove());
@@ -213,7 +213,7 @@ export class Playground {
     $("chat-input").focus();
   }
 
-  /** The conversation again from before an answer. */
+  /** Discard an answer and everything after it, and ask for a new answer. */
   async #again(node) {
     if (this.running) return;
     const index = [...$("messages").children].indexOf(node);

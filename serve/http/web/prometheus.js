@@ -1,4 +1,4 @@
-// The server's page of metrics: what it says, and what happened between two looks at it.
+// The parser of the server's metrics page, and the change between two pages.
 
 const SAMPLE = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
 const LABEL = /([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"/g;
@@ -26,7 +26,7 @@ function matching(page, name, labels) {
   return (page.samples.get(name) || []).filter((sample) => wanted.every(([key, value]) => sample.labels[key] === value));
 }
 
-/** Of all samples of a name that have these labels; 0 where there are none. */
+/** Return the sum of all samples of this name that have these labels; 0 if there are none. */
 export function sum(page, name, labels = {}) {
   return matching(page, name, labels).reduce((total, sample) => total + sample.value, 0);
 }
@@ -36,7 +36,7 @@ export function by(page, name, label, labels = {}) {
   return matching(page, name, labels).map((sample) => [sample.labels[label], sample.value]);
 }
 
-/** Upper bounds, and how many values each bucket holds itself. */
+/** Return the upper bounds of the buckets, and the number of values in each bucket alone. */
 function histogram(page, name, labels) {
   const rows = by(page, `${name}_bucket`, "le", labels)
     .map(([bound, count]) => [bound === "+Inf" ? Infinity : Number(bound), count])
@@ -44,7 +44,7 @@ function histogram(page, name, labels) {
   return { bounds: rows.map((row) => row[0]), counts: rows.map((row, index) => row[1] - (index ? rows[index - 1][1] : 0)) };
 }
 
-/** About the value below which this share of all lies, by linear interpolation within its bucket; NaN of nothing. */
+/** Estimate the quantile `share` by linear interpolation within its bucket; NaN without values. */
 function quantileOf({ bounds, counts }, share) {
   const wanted = share * counts.reduce((total, count) => total + count, 0);
   let seen = 0;
@@ -59,7 +59,7 @@ function quantileOf({ bounds, counts }, share) {
   return NaN;
 }
 
-/** What happened to a model between two pages. A counter that fell began anew, so counts from 0. */
+/** The change of a model's metrics between two pages; a counter that fell was restarted, so its gain counts from 0. */
 export class Change {
   constructor(before, after, model) {
     this.before = before;
@@ -81,7 +81,7 @@ export class Change {
     return this.gain(name, more) / this.seconds;
   }
 
-  /** NaN where there is nothing of the whole. */
+  /** Return the gain of one counter over that of another; NaN if the other gained nothing. */
   share(part, whole) {
     const total = this.gain(whole);
     return total > 0 ? this.gain(part) / total : NaN;

@@ -1,4 +1,4 @@
-// The request of the playground for other places.
+// The playground's request as a curl command and as Python code.
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 

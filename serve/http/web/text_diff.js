@@ -37,7 +37,7 @@ function wayBack(rounds, old, now) {
   const lines = [];
   let [x, y] = [old.length, now.length];
   for (let edits = rounds.length - 1; edits > 0; edits -= 1) {
-    const at = x - y + edits + 1; // of its diagonal in what the round began with
+    const at = x - y + edits + 1; // the index of this diagonal in the state before the round
     const [left, right] = [rounds[edits][at - 1], rounds[edits][at + 1]];
     const inserts = isInsert(x - y, edits, left, right);
     const fromX = inserts ? right : left;

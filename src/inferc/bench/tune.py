@@ -32,7 +32,7 @@ NUM_VARIED = 2  # number of the best grid candidates whose other options are var
 
 @dataclass(frozen=True)
 class Wish:
-    """The request of a user to tune a server.
+    """The task of `inferc bench tune`: the artifact, the workload and its goals, what to try, and the time to spend.
 
     settings: the workload and goals; its rates are empty.
     policies: scheduling policies to try besides the default.

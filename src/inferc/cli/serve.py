@@ -137,7 +137,7 @@ def serve(
         typer.Option(
             "--max-awake",
             metavar="N",
-            help="Largest number of models that are awake at once; the others sleep. A request for a sleeping model"
+            help="Largest number of models whose engines run at once; the others sleep. A request for a sleeping model"
             " wakes it and puts the least recently used one to sleep.",
         ),
     ] = None,

@@ -1,7 +1,7 @@
 """The costs of a program as formulas: the bytes that its ops move and their arithmetic, over the sizes of a step.
 
 A formula is a sum of coefficients times quantities of a step, so the costs of a program after a pass are a short table
-of numbers. An artifact stores it, and any step on any device can be predicted from it. Imports no torch: `op_costs`
+of numbers. An artifact stores it, and any step on any device can be predicted from it. Imports no torch: cost/ops.py
 makes the table from a Program.
 """
 

@@ -107,7 +107,7 @@ class Sizes:
         self.cached: dict[tuple[Any, ...], Terms] = {}
 
     def elements(self, shape: Iterable[int | torch.SymInt]) -> Terms:
-        """Return the product of `shape`, empty for the KV cache and its tables.
+        """Return the number of elements of `shape` as a formula, which is empty for the KV cache and its tables.
 
         The size of these does not depend on the step.
         """

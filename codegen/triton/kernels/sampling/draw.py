@@ -17,7 +17,7 @@ MIN_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 @triton.jit
 def least_of(low, top, scale):  # type: ignore[no-untyped-def]
-    """Return a lower bound of all numbers whose odds are at least `low`.
+    """Return a lower bound of the logits whose unnormalised probability (see `odds`) is at least `low`.
 
     Some numbers with slightly lower odds are above it as well.
     """

@@ -1,11 +1,11 @@
-"""The functions that search among numbers in memory with one program: for thresholds, and for what reaches one."""
+"""The functions by which one program searches logits in memory: for a threshold, and for the entries that reach it."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-PLACES = tl.constexpr(64)  # places of a part; each has the largest of its tokens, which are 64 apart
+PLACES = tl.constexpr(64)  # the number of maxima kept per part of a row, each over every 64th token of the part
 PIVOTS = tl.constexpr(8)  # pivots of `threshold` in one pass
 MAX_SCALE = tl.constexpr(3.4028234663852886e38)
 
@@ -17,7 +17,7 @@ def scale_of(temperature):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def odds(x, top, scale):  # type: ignore[no-untyped-def]
-    """Return the odds of numbers, which are in proportion to their probabilities, and 1 for `top`."""
+    """Return unnormalised probabilities, exp((x - top) * scale), which are 1 for the logit `top`."""
     return tl.exp((x - top) * scale)
 
 
@@ -38,7 +38,7 @@ def of_order(order):  # type: ignore[no-untyped-def]
 def threshold(  # type: ignore[no-untyped-def]
     values_ptr, count, target, least, most, by_odds, top, scale, TILE: tl.constexpr
 ):
-    """Return the largest number in [least, most] so that the values that reach it weigh at least `target`.
+    """Return the largest value in [least, most] for which the entries at or above it weigh at least `target` together.
 
     `target` is a float64. `count` values are searched. If all of them together weigh less, the result is `least`. The
     second result is the weight of the values above the threshold. Each value weighs 1. With `by_odds`, the numbers are
@@ -65,7 +65,7 @@ def threshold(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def append(list_values_ptr, list_ids_ptr, count, x, token, wanted):  # type: ignore[no-untyped-def]
-    """Append the wanted numbers of x and their ids to a list of `count` numbers.
+    """Append the elements of x where `wanted` is set, and their token ids, to a list of `count` entries.
 
     Returns the number of entries that the list then has.
     """
@@ -78,7 +78,7 @@ def append(list_values_ptr, list_ids_ptr, count, x, token, wanted):  # type: ign
 
 @triton.jit  # type: ignore[untyped-decorator]
 def passing(weights, goal, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the first of COUNT weights at which their running sum passes `goal`.
+    """Return the index of the first of COUNT weights at which their running sum exceeds `goal`.
 
     If rounding leaves none, it is the last weight above 0. A weight of 0 is never chosen.
     """
