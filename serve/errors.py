@@ -16,7 +16,7 @@ class EngineUnavailable(InfercError):
         self.retry_after = retry_after
 
 
-class NoPlace(EngineUnavailable):
+class NoRoomToWake(EngineUnavailable):
     """An error that says that the model sleeps, and that none of the awake models made room in time."""
 
 

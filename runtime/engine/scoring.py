@@ -164,7 +164,7 @@ class Scorer:
             forgetting.add_scores(plan.scored)
         for chunk in chunks:
             chunk.job.done += chunk.count
-            self._publish(chunk.job)
+            self._cache_blocks(chunk.job)
             if chunk.job.done == chunk.job.end:
                 self._finish(chunk.job)
 
@@ -206,11 +206,11 @@ class Scorer:
             chunk.job.rows += rows[part]
             at += chunk.count
 
-    def _publish(self, job: _Job) -> None:
-        """Publish the computed blocks of a scored text, before any of them are given back."""
+    def _cache_blocks(self, job: _Job) -> None:
+        """Cache the computed blocks of a scored text, before any of them are given back."""
         if job.slot is not None and not job.embeds:
             ids = np.array(job.token_ids[: job.done], np.int32)
-            self._scheduler.prefixes.publish_text(job.slot, job, ids, job.salt)
+            self._scheduler.prefixes.cache_text(job.slot, job, ids, job.salt)
 
     def _embed(self, runner: Any, plan: StepPlan, chunks: list[_Chunk]) -> None:
         assert self._pooling is not None, "nothing is embedded without"

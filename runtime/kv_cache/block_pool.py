@@ -63,7 +63,7 @@ class BlockPool:
         self.free = list(range(num_blocks - 1, first - 1, -1))  # blocks are taken from the end
         self.kept = Kept()
         self.ref_count = np.zeros(num_blocks, np.int32)
-        self.block_of: dict[bytes, int] = {}  # by the hash under which a block was published
+        self.block_of: dict[bytes, int] = {}  # by the hash under which a block was cached
         self.hash_of: dict[int, bytes] = {}
         self.partial: set[int] = set()  # blocks with a hash that are not full
         self.moving: set[int] = set()  # blocks that the tiers hold while they are copied
@@ -153,7 +153,7 @@ class BlockPool:
                 self.free.append(block)
 
     def cache_block(self, block: int, name: bytes, priority: int = 0) -> None:
-        """Publish a block that is in use under the hash `name`, unless another block has it."""
+        """Cache a block that is in use under the hash `name`, unless another block has it."""
         if name not in self.block_of and block not in self.hash_of:
             self.block_of[name], self.hash_of[block] = block, name
             self.num_gains += 1

@@ -101,7 +101,7 @@ class CacheEvents:
             self._events.append(event)
 
     def publish(self, hashes: Sequence[bytes], first: int, token_ids: bytes, salt: str) -> None:
-        """Report that the blocks of a sequence from its block `first` on were published.
+        """Report that the blocks of a sequence from its block `first` on were cached.
 
         token_ids: the ids of these blocks, as in `Stored`.
         """

@@ -163,7 +163,7 @@ class FullGroup:
         return [block or next(found) for block in blocks]
 
     def cache_full_blocks(self, slot: int, first: int, hashes: Sequence[bytes], priority: int) -> None:
-        """Publish the blocks of `slot` from `first` on under `hashes`, as far as there are hashes."""
+        """Cache the blocks of `slot` from `first` on under `hashes`, as far as there are hashes."""
         for block in range(max(first, int(self.begins[slot])), len(hashes)):
             self.pool.cache_block(int(self.table[slot, block]), hashes[block], priority)
 

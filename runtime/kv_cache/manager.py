@@ -1,6 +1,6 @@
 """The manager of the KV cache over all KV groups: block tables, and the blocks that can be found by hash.
 
-A full block is published under the hash of all tokens up to its end. When the last sequence that has it leaves, the
+A full block is cached under the hash of all tokens up to its end. When the last sequence that has it leaves, the
 block stays, and a sequence that begins with the same tokens takes it as it is, until its place is needed: then the
 block of the lowest priority is evicted that was used the longest time ago. The manager knows block ids only; the bytes
 belong to the runner.
@@ -43,7 +43,7 @@ class KVCacheManager:
       begins, ends       [num_groups, num_slots] i64
       num_offloaded      [num_groups, num_slots] i64  number of a slot's blocks that are in the offload tier
       num_grown          [num_slots] i64  the least `end` of a slot: blocks that it has in every group
-      num_cached_blocks  [num_slots] i64  number of first blocks that can be found, published by the slot or found by it
+      num_cached_blocks  [num_slots] i64  number of first blocks that can be found, cached by the slot or found by it
       next_unseen        [num_slots] i64  the first position whose query sees nothing of a block that the slot holds
     """
 
@@ -195,14 +195,14 @@ class KVCacheManager:
         return loads if any(len(each.source) for each in loads) else ()
 
     def cache_full_blocks(self, slot: int, hashes: Sequence[bytes], priority: int = 0) -> None:
-        """Publish the first blocks of `slot` under these hashes; they are or will be computed before any later step."""
+        """Cache the first blocks of `slot` under these hashes; they are or will be computed before any later step."""
         first = int(self.num_cached_blocks[slot])
         for group in self.groups:
             group.cache_full_blocks(slot, first, hashes, priority)
         self.num_cached_blocks[slot] = len(hashes)
 
     def cache_last_blocks(self, slots: I64, blocks: I64, hashes: Sequence[bytes], priorities: Sequence[int]) -> None:
-        """Publish one block of each of some slots whose blocks before it are all published."""
+        """Cache one block of each of some slots whose blocks before it are all cached."""
         for pool, table in zip(self.pools, self.tables, strict=True):
             for block, name, priority in zip(table[slots, blocks].tolist(), hashes, priorities, strict=True):
                 if block:  # the block was not given back
@@ -210,7 +210,7 @@ class KVCacheManager:
         self.num_cached_blocks[slots] = blocks + 1
 
     def cache_partial_block(self, slot: int, block: int, name: bytes, priority: int) -> bool:
-        """Publish a block that is not full under its tokens' hash; return False if a group has given the block back."""
+        """Cache a block that is not full under its tokens' hash; return False if a group has given the block back."""
         blocks = [int(table[slot, block]) for table in self.tables]
         if 0 in blocks:
             return False

@@ -171,7 +171,7 @@ def _products(
 
 
 @dataclass
-class _Work:
+class _KernelWork:
     """The work of a kernel in a step, and its least time at the limits; 0 if they are unknown."""
 
     num_bytes: float = 0.0
@@ -179,9 +179,9 @@ class _Work:
     seconds: float = 0.0
 
 
-def _work(artifact: Artifact, step: Step, limits: Limits | None) -> dict[str, _Work]:
+def _work(artifact: Artifact, step: Step, limits: Limits | None) -> dict[str, _KernelWork]:
     """Return the work by kernel. Activations are assumed to stay in the CPU's caches."""
-    found: dict[str, _Work] = defaultdict(_Work)
+    found: dict[str, _KernelWork] = defaultdict(_KernelWork)
     for op, count in artifact.costs().last.ops.items():
         work = found[op.kernel]
         num_bytes, flops = step.evaluate(op.weights) + step.evaluate(op.cache), step.evaluate(op.flops)

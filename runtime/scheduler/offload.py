@@ -104,7 +104,7 @@ class Offload(NoOffload):
         self._prefixes.tell(seq, 0, num_found)  # an earlier run may have left the blocks, which no event reported
 
     def before_preemption(self, slot: int, scheduled: int) -> None:
-        self._prefixes.publish_known(slot)
+        self._prefixes.cache_known(slot)
         seq, cache = self._batch.seqs[slot], self._cache
         assert seq is not None
         held = cache.ends[:, slot] - cache.begins[:, slot]

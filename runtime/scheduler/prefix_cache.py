@@ -1,4 +1,4 @@
-"""The prefix cache of the scheduler: finds the cached first blocks of a sequence, and publishes blocks for later ones.
+"""The prefix cache of the scheduler: finds the cached first blocks of a sequence, and caches blocks for later ones.
 
 If two sequences diverge within a block, the tokens of it that they share are copied to a block of the later sequence
 (copy on write, done at once, because the sequence goes on to write there). The last, incomplete block that a sequence
@@ -37,7 +37,7 @@ class Hashed(Protocol):
 
 
 class PrefixCache:
-    """The blocks of a batch's sequences by the hashes of their tokens; it finds and publishes nothing if it is off."""
+    """The blocks of a batch's sequences by the hashes of their tokens; it finds and caches nothing if it is off."""
 
     def __init__(
         self, cache: KVCacheManager, batch: Batch, config: SchedulerConfig, events: CacheEvents | None
@@ -109,7 +109,7 @@ class PrefixCache:
         )
 
     def cache_full_blocks(self, slot: int, num_tokens: int, step: int | None = None) -> None:
-        """Publish the full blocks among a slot's first tokens, which are known.
+        """Cache the full blocks among a slot's first tokens, which are known.
 
         step: the step that computes them; the one being scheduled if not given.
         """
@@ -119,20 +119,20 @@ class PrefixCache:
             return
         seq = self.batch.seqs[slot]
         assert seq is not None
-        self._publish(slot, seq, self.batch.tokens[slot, :num_tokens], seq.params.cache_priority, step)
+        self._cache(slot, seq, self.batch.tokens[slot, :num_tokens], seq.params.cache_priority, step)
         self.tell(seq, first, count)
 
-    def publish_text(self, slot: int, text: Hashed, token_ids: I32, salt: str) -> None:
-        """Publish the full blocks of the first tokens of a text that is no sequence of the batch; all are computed."""
+    def cache_text(self, slot: int, text: Hashed, token_ids: I32, salt: str) -> None:
+        """Cache the full blocks of the first tokens of a text that is no sequence of the batch; all are computed."""
         first, size = int(self.cache.num_cached_blocks[slot]), self.cache.block_size
         count = min(len(token_ids) // size, self.cache.max_cached_blocks)
         if not self.is_on or count <= first:
             return
-        self._publish(slot, text, token_ids, 0, SUBMITTED)
+        self._cache(slot, text, token_ids, 0, SUBMITTED)
         if self.events is not None:
             self.events.publish(text.hashes, first, token_ids[first * size : count * size].tobytes(), salt)
 
-    def _publish(self, slot: int, text: Hashed, token_ids: I32, priority: int, step: int | None) -> None:
+    def _cache(self, slot: int, text: Hashed, token_ids: I32, priority: int, step: int | None) -> None:
         first, size = int(self.cache.num_cached_blocks[slot]), self.cache.block_size
         count = min(len(token_ids) // size, self.cache.max_cached_blocks)
         extend_hashes(text.hashes, text.root, token_ids, size)
@@ -153,8 +153,8 @@ class PrefixCache:
             parent = text.hashes[block - 1] if block else text.root
             self._partial.add(parent, token_ids, text.hashes[block], step, self._is_there)
 
-    def publish_known(self, slot: int) -> None:
-        """Publish all that a slot has computed, including its last, incomplete block."""
+    def cache_known(self, slot: int) -> None:
+        """Cache all that a slot has computed, including its last, incomplete block."""
         count = int(min(self.batch.num_computed[slot], self.batch.num_known[slot]))
         self.cache_full_blocks(slot, count, SUBMITTED)
         block, size, seq = count // self.cache.block_size, self.cache.block_size, self.batch.seqs[slot]
@@ -166,8 +166,8 @@ class PrefixCache:
         if self.cache.cache_partial_block(slot, block, name, seq.params.cache_priority):
             self._partial.add(parent, ids, name, SUBMITTED, self._is_there)
 
-    def publish_last(self, slots: I64) -> None:
-        """Publish the last block of each of some slots, which decoding has filled."""
+    def cache_last(self, slots: I64) -> None:
+        """Cache the last block of each of some slots, which decoding has filled."""
         cache, seqs, size = self.cache, self.batch.seqs, self.cache.block_size
         # A slot that found no next block asks again, and its last block may be in the offload tier by now.
         slots = slots[cache.num_cached_blocks[slots] < cache.num_grown[slots]]

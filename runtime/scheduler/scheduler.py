@@ -221,7 +221,7 @@ class Scheduler:
     def _make_room(self) -> None:
         """Preempt the last running sequences that give way to the first waiting one, until it has room.
 
-        It runs before anything is scheduled, because published blocks hold what the step will compute. Blocks that a
+        It runs before anything is scheduled, because cached blocks hold what the step will compute. Blocks that a
         step in flight uses become free when it has landed, so one sequence is preempted at a time.
         """
         batch = self.batch
@@ -245,7 +245,7 @@ class Scheduler:
         if np.count_nonzero(crossing):
             slots = slots[crossing]
             if self.config.prefix_cache:
-                self.prefixes.publish_last(slots)
+                self.prefixes.cache_last(slots)
             if not self.cache.grow_all(slots):
                 for slot in slots.tolist():
                     if self._num_new[slot]:  # not preempted meanwhile for an earlier sequence
@@ -460,7 +460,7 @@ class Scheduler:
     def _vacate(self, seq: Sequence) -> None:
         """Remove a running sequence from the batch; its slot is free as soon as no step in flight uses it."""
         assert seq.slot is not None
-        self.prefixes.publish_known(seq.slot)
+        self.prefixes.cache_known(seq.slot)
         self.batch.leave(seq.slot)
         self._no_room = (None, 0)  # its spare block is released even if it frees no others
         last_step = int(self.batch.last_step[seq.slot])

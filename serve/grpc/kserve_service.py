@@ -60,7 +60,7 @@ STATES = {"serving": "READY", "asleep": "READY", "loading": "LOADING", "starting
 
 
 @dataclass(frozen=True)
-class _Work:
+class _CheckedRequest:
     """The content of a ModelInferRequest, checked."""
 
     id: str
@@ -260,7 +260,7 @@ class KServeService:
                 task.cancel()
             await asyncio.gather(reading, *tasks, return_exceptions=True)
 
-    def _work(self, request: pb.ModelInferRequest) -> _Work:
+    def _work(self, request: pb.ModelInferRequest) -> _CheckedRequest:
         """Check a request and return its content; raises RequestError."""
         model = self._model(request.model_name, request.model_version)
         inputs = _tensors(request, model.engine.facts.max_model_len)
@@ -270,7 +270,7 @@ class KServeService:
             raise RequestError(f"n is {params.n}; this protocol gives one output for each prompt: send it more often")
         if params.logprobs is not None:
             raise RequestError(f"logprobs is {params.logprobs}, and no output of this protocol has them; leave it out")
-        return _Work(
+        return _CheckedRequest(
             id=protocol.checked_id("id", request.id),
             model=model,
             prompts=_prompts(inputs),
@@ -303,7 +303,7 @@ async def _next(
         getting.cancel()
 
 
-async def _responses(work: _Work) -> AsyncGenerator[pb.ModelInferResponse, None]:
+async def _responses(work: _CheckedRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
     """Yield the responses to one request of a stream."""
     if not work.streams:
         response = _response(work, await _whole(work))
@@ -324,7 +324,7 @@ async def _responses(work: _Work) -> AsyncGenerator[pb.ModelInferResponse, None]
         yield response
 
 
-async def _deltas(work: _Work, prompt: str | list[int]) -> AsyncGenerator[_Answer, None]:
+async def _deltas(work: _CheckedRequest, prompt: str | list[int]) -> AsyncGenerator[_Answer, None]:
     model = work.model
     model.check_open(work.params)
     if not isinstance(prompt, str):
@@ -338,7 +338,7 @@ async def _deltas(work: _Work, prompt: str | list[int]) -> AsyncGenerator[_Answe
             text = ""
 
 
-async def _whole(work: _Work) -> list[_Answer]:
+async def _whole(work: _CheckedRequest) -> list[_Answer]:
     """Return the complete answers to all prompts of a request, in order."""
     request = OpenAIRequest("completion", tuple(work.prompts), {}, params=work.params)
     with closing(Answering(work.model, request)) as answering:
@@ -357,7 +357,7 @@ async def _whole(work: _Work) -> list[_Answer]:
     ]
 
 
-def _echoed(work: _Work, prompt: str | list[int]) -> str:
+def _echoed(work: _CheckedRequest, prompt: str | list[int]) -> str:
     """Return the text of a prompt if the answer is to begin with it, else ""."""
     if not work.echoes:
         return ""
@@ -526,7 +526,7 @@ def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
     return tuple(asked) or ("text_output",)
 
 
-def _response(work: _Work, answers: Sequence[_Answer]) -> pb.ModelInferResponse:
+def _response(work: _CheckedRequest, answers: Sequence[_Answer]) -> pb.ModelInferResponse:
     response = pb.ModelInferResponse(model_name=work.model.name, model_version=VERSION, id=work.id)
     for name in work.outputs:
         if name == "text_output":

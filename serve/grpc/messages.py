@@ -33,7 +33,7 @@ Parsed = TypeVar("Parsed", bound=Message)
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Field:
     """A field of a message type as the wire format has it.
 
     wire: the wire type of one value. packed: many values may come as one length-delimited field.
@@ -135,17 +135,17 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 @cache
-def _fields(descriptor: Descriptor) -> Mapping[int, _Known]:
-    return {field.number: _known(field) for field in descriptor.fields}
+def _fields(descriptor: Descriptor) -> Mapping[int, _Field]:
+    return {field.number: _field(field) for field in descriptor.fields}
 
 
-def _known(field: Any) -> _Known:
+def _field(field: Any) -> _Field:
     kinds = FieldDescriptor
     if field.type in (kinds.TYPE_STRING, kinds.TYPE_BYTES, kinds.TYPE_MESSAGE):
-        return _Known(field.name, LENGTH, packed=False, inner=field.message_type)
+        return _Field(field.name, LENGTH, packed=False, inner=field.message_type)
     wire = VARINT
     if field.type in (kinds.TYPE_DOUBLE, kinds.TYPE_FIXED64, kinds.TYPE_SFIXED64):
         wire = FIXED64
     elif field.type in (kinds.TYPE_FLOAT, kinds.TYPE_FIXED32, kinds.TYPE_SFIXED32):
         wire = FIXED32
-    return _Known(field.name, wire, packed=field.is_repeated, inner=None)
+    return _Field(field.name, wire, packed=field.is_repeated, inner=None)

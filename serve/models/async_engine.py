@@ -24,7 +24,14 @@ from inferc.runtime.engine.loop import Embedded, Event, Failed, Scored, Sink, St
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.step.sampling_params import MAX_ITEMS, SamplingParams
 from inferc.runtime.text.tokenizer import Text
-from inferc.serve.errors import EngineUnavailable, NoPlace, QueueFull, RequestAborted, RequestIdInUse, RequestTimeout
+from inferc.serve.errors import (
+    EngineUnavailable,
+    NoRoomToWake,
+    QueueFull,
+    RequestAborted,
+    RequestIdInUse,
+    RequestTimeout,
+)
 from inferc.serve.models.metrics import Ended, ModelMetrics
 from inferc.serve.models.queue_forecast import QueueForecast
 from inferc.serve.models.streams import EngineLike, EngineTask, ModelFacts, ScoringTask, Stream
@@ -399,7 +406,7 @@ class AsyncEngine:
         if self.client is not None:
             self._start_parked()
 
-    def refuse_parked(self, error: NoPlace) -> None:
+    def refuse_parked(self, error: NoRoomToWake) -> None:
         """Fail the requests that wait for an engine, as there will be none soon."""
         parked, self._parked = self._parked, {}
         for task in parked.values():

@@ -13,7 +13,7 @@ import asyncio
 import time
 from typing import Protocol
 
-from inferc.serve.errors import NoPlace
+from inferc.serve.errors import NoRoomToWake
 from inferc.serve.models.async_engine import AsyncEngine
 
 
@@ -24,7 +24,7 @@ class Sleeper(Protocol):
     is_leaving: bool  # the engine is being shut down and will give its place back
 
     @property
-    def is_wanted(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether somebody still waits for the engine."""
 
     def make_room(self) -> None:
@@ -34,7 +34,7 @@ class Sleeper(Protocol):
         """Cancel `make_room`, unless the engine sleeps by now."""
 
 
-class NotWanted(Exception):
+class WakeCancelled(Exception):
     """The error that a model need not be woken, because nobody waits for it any more."""
 
 
@@ -46,25 +46,25 @@ class Residency:
 
     def __init__(self, limit: int | None = None, wait_seconds: float = 30.0) -> None:
         self._limit, self._wait_seconds = limit, wait_seconds
-        self._awake: list[Sleeper] = []
+        self._resident: list[Sleeper] = []
         self._turn = asyncio.Lock()  # fair: models that wait for it get it in the order in which they came
         self._news = asyncio.Event()
 
     @property
     def has_room(self) -> bool:
-        return self._limit is None or len(self._awake) < self._limit
+        return self._limit is None or len(self._resident) < self._limit
 
     def take_free(self, who: Sleeper) -> bool:
         """Take a place if one is free and nobody else waits for one; return whether it was taken."""
         if not self.has_room or self._turn.locked():
             return False
-        self._awake.append(who)
+        self._resident.append(who)
         return True
 
     def leave(self, who: Sleeper) -> None:
         """Give a place back, if there is one to give."""
-        if who in self._awake:
-            self._awake.remove(who)
+        if who in self._resident:
+            self._resident.remove(who)
         self.look()
 
     def look(self) -> None:
@@ -74,29 +74,29 @@ class Residency:
     async def take(self, who: Sleeper) -> None:
         """Wait for a place and take it.
 
-        Raises NoPlace if there is none in time, and NotWanted if nobody waits for the model any more.
+        Raises NoRoomToWake if there is none in time, and WakeCancelled if nobody waits for the model any more.
         """
         if self._limit is None:
-            self._awake.append(who)
+            self._resident.append(who)
             return
         deadline = time.monotonic() + self._wait_seconds
         async with self._turn:
             asked: Sleeper | None = None
             try:
-                while who.is_wanted and not self.has_room:
+                while who.is_requested and not self.has_room:
                     asked = self._ask(asked)
                     is_coming = asked is not None and (asked.is_leaving or asked.engine.is_at_rest)
                     left = None if is_coming else deadline - time.monotonic()
                     if left is not None and left <= 0:
-                        raise NoPlace(
+                        raise NoRoomToWake(
                             f"the model sleeps, and of the {self._limit} that may be awake (--max-awake) none came to"
                             f" rest within {self._wait_seconds:g} s; try again later",
                             retry_after=1.0,
                         )
                     await self._wait_for_news(left)
-                if not who.is_wanted:
-                    raise NotWanted
-                self._awake.append(who)
+                if not who.is_requested:
+                    raise WakeCancelled
+                self._resident.append(who)
             finally:
                 if asked is not None:
                     asked.stay_resident()
@@ -115,8 +115,8 @@ class Residency:
 
     def _ask(self, asked: Sleeper | None) -> Sleeper | None:
         """Choose who makes room, and ask it to: the one asked before, unless that one is busy and another is idle."""
-        leaving = next((each for each in self._awake if each.is_leaving), None)
-        there = [each for each in self._awake if each.engine.client is not None]
+        leaving = next((each for each in self._resident if each.is_leaving), None)
+        there = [each for each in self._resident if each.engine.client is not None]
         at_rest = [each for each in there if each.engine.is_at_rest]
         if leaving is None and (asked in at_rest or (asked in there and not at_rest)):
             return asked

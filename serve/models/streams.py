@@ -16,7 +16,7 @@ from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output
 from inferc.runtime.text.tokenizer import Text, TextStream
-from inferc.serve.errors import NoPlace, QueueFull, RequestAborted, RequestTimeout
+from inferc.serve.errors import NoRoomToWake, QueueFull, RequestAborted, RequestTimeout
 from inferc.serve.models.metrics import Ended, ModelMetrics, Outcome
 from inferc.serve.models.queue_forecast import ARRIVED_AT, QueueForecast
 
@@ -185,7 +185,7 @@ class Stream:
             outcome = "aborted"
         elif isinstance(self._error, RequestError):
             outcome = "invalid"
-        elif isinstance(self._error, ObjectiveError | QueueFull | NoPlace):
+        elif isinstance(self._error, ObjectiveError | QueueFull | NoRoomToWake):
             outcome = "refused"
         elif self._error is not None:
             outcome = "error"

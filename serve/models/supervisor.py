@@ -17,10 +17,10 @@ from typing import Protocol
 
 from inferc.errors import ArtifactError, InfercError
 from inferc.runtime.engine.loop import Event, Stats
-from inferc.serve.errors import EngineUnavailable, NoPlace, RequestAborted
+from inferc.serve.errors import EngineUnavailable, NoRoomToWake, RequestAborted
 from inferc.serve.models.artifact_watch import FileFault
 from inferc.serve.models.async_engine import AsyncEngine, State
-from inferc.serve.models.residency import NotWanted, Residency
+from inferc.serve.models.residency import Residency, WakeCancelled
 from inferc.serve.models.streams import EngineLike
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Supervisor:
         self._room_asked = asyncio.Event()
         self.is_leaving = False  # the engine's process is being ended for a sleep
         self._num_waking = 0  # calls of `wake` that wait
-        self._refusal: NoPlace | None = None  # why the last attempt to wake failed
+        self._refusal: NoRoomToWake | None = None  # why the last attempt to wake failed
         self._launch = launch
         self._hang_seconds = hang_seconds
         self._on_state = on_state
@@ -170,7 +170,7 @@ class Supervisor:
             self._residency.look()
 
     @property
-    def is_wanted(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether somebody waits for the engine."""
         return bool(self.engine.num_requests or self._num_waking)
 
@@ -427,9 +427,9 @@ class Supervisor:
             try:
                 await self._residency.take(self)
                 break
-            except NotWanted:
+            except WakeCancelled:
                 self._wake.clear()
-            except NoPlace as error:
+            except NoRoomToWake as error:
                 self._wake.clear()
                 self._refusal = error
                 self.engine.refuse_parked(error)

@@ -119,7 +119,7 @@ class CpuRunner:
             self._threads = self._open_threads(config.num_threads, [core.cpus[0] for core in pinned])
             self._worker = StepWorker([core.cpus[0] for core in pinned[:1]], lambda: self._collectives.abort())
         log.info(
-            "model runner: isa %s, %d threads, arena %.1f MB, %s KV blocks of %d tokens (%.1f MB)",
+            "CPU runner: isa %s, %d threads, arena %.1f MB, %s KV blocks of %d tokens (%.1f MB)",
             self.isa,
             config.num_threads,
             self.arena_bytes / 1e6,

@@ -56,9 +56,9 @@ class CudaRunnerFactory:
                 resolved = config.resolve(
                     artifact.max_model_len, artifact.block_size, groups, available, request.target
                 )
-                lower = () if disk is None else disk.map_files()
+                offloaded = () if disk is None else disk.map_files()
                 runner = CudaRunner(
-                    artifact, resolved, driver, placer(artifact), owns_driver=True, lower=lower, engines=engines
+                    artifact, resolved, driver, placer(artifact), owns_driver=True, offloaded=offloaded, engines=engines
                 )
                 before.pop_all()
             opened.callback(runner.close)

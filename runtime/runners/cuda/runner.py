@@ -33,10 +33,10 @@ from inferc.runtime.runners.cuda.engines import Engines
 from inferc.runtime.runners.cuda.graphs import StepGraphs
 from inferc.runtime.runners.cuda.inputs import Capacity
 from inferc.runtime.runners.cuda.launches import Addresses, Launches, Observe
+from inferc.runtime.runners.cuda.offload_copies import OffloadCopies
 from inferc.runtime.runners.cuda.penalties import PenaltyCounts
 from inferc.runtime.runners.cuda.step_buffers import StepBuffers
 from inferc.runtime.runners.cuda.step_inputs import StepInputs, power_of_two
-from inferc.runtime.runners.cuda.tier import TierCopies
 from inferc.runtime.runners.cuda.weights import placed_bytes
 from inferc.runtime.step.limits import StepLimits, outside
 from inferc.runtime.step.plan import F32, I32, I64, StepPlan, StepResult
@@ -52,7 +52,7 @@ class CudaRunner:
     - place_weights: writes the weights into memory that begins at an address, and returns the address of each.
     - owns_driver: close the driver at the end.
     - poison: fill memory with NaN first, so that tests notice reads of memory never written.
-    - lower: host memory with the blocks of the KV cache's offload tier, per group [blocks, bytes of a block].
+    - offloaded: host memory with the blocks of the KV cache's offload tier, per group [blocks, bytes of a block].
     - engines: compute the artifact's segments; once the runner is made, it owns them.
 
     Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError if its memory is too small.
@@ -67,7 +67,7 @@ class CudaRunner:
         *,
         owns_driver: bool = False,
         poison: bool = False,
-        lower: Sequence[NDArray[np.uint8]] = (),
+        offloaded: Sequence[NDArray[np.uint8]] = (),
         engines: Engines | None = None,
     ) -> None:
         self._driver, self._artifact, self._owns_driver, self._engines = driver, artifact, owns_driver, engines
@@ -84,7 +84,7 @@ class CudaRunner:
             self.vocab_size,
             self.num_blocks,
             self.block_size,
-            num_offloaded=tuple(map(len, lower)),
+            num_offloaded=tuple(map(len, offloaded)),
         )
         self._groups = artifact.kv_groups
         self._order = INVARIANT if config.deterministic else FAST
@@ -109,7 +109,9 @@ class CudaRunner:
         table = self._addresses.state["count_table"]
         self._penalties = PenaltyCounts(driver, self._stream, self._memory, table, self.vocab_size, self.max_num_seqs)
         sizes = [self.block_size * group.bytes_per_token for group in self._groups]
-        self._tier = TierCopies(driver, self._stream, self._addresses.caches, sizes, self.num_blocks, lower)
+        self._offload_copies = OffloadCopies(
+            driver, self._stream, self._addresses.caches, sizes, self.num_blocks, offloaded
+        )
         self._observer: Observer | None = None
         # The capacity of the inputs on the device, and whether sequences share prefixes.
         self._sent: tuple[Capacity, bool] | None = None
@@ -118,7 +120,7 @@ class CudaRunner:
         driver.wait(self._stream)
         taken = (free - driver.memory_info()[0]) >> 20
         log.info(
-            "model runner: %s (%s code), %d graphs (%d MiB), %s KV blocks of %d tokens",
+            "CUDA runner: %s (%s code), %d graphs (%d MiB), %s KV blocks of %d tokens",
             driver.name,
             self.arch,
             self._graphs.num_captured,
@@ -204,7 +206,7 @@ class CudaRunner:
         self._pending.append(step)
 
     def _submit(self, plan: StepPlan, step: StepBuffers) -> None:
-        self._tier.up(plan.loads)
+        self._offload_copies.load(plan.loads)
         self._blocks.share(plan.copies)
         capacity, as_graph = self._capacity(plan)
         shares = self._send(plan, step, capacity)
@@ -331,7 +333,7 @@ class CudaRunner:
     def read_block(self, group: int, block: int, to: NDArray[np.uint8]) -> None:
         """Copy a block that no step in flight changes to host memory, beside the steps; for a single thread only."""
         self._enter()
-        self._tier.down(group, block, to)
+        self._offload_copies.offload(group, block, to)
 
     # -------------------------------------------------------------------------------- plumbing
 
@@ -405,7 +407,7 @@ class CudaRunner:
         self._memory.close()
         self._blocks.close()
         self._penalties.close()
-        self._tier.close()
+        self._offload_copies.close()
         for step in self._steps:
             driver.free_host(step.inputs)
             driver.free_host(step.outputs)

@@ -4,7 +4,7 @@ import { getJson, getText } from "./api.js";
 import { bar, bytes, el, number, scaled } from "./dom.js";
 import { diff, excerpt } from "./text_diff.js";
 
-export class ArtifactStory {
+export class ArtifactReport {
   constructor(node) {
     this.node = node;
     this.model = null;
@@ -17,33 +17,33 @@ export class ArtifactStory {
     this.model = model;
     this.texts.clear();
     this.node.replaceChildren(el("p", { class: "empty" }, "Reading the artifact…"));
-    let story;
+    let report;
     try {
-      story = await getJson(`/artifact?model=${encodeURIComponent(model)}`);
+      report = await getJson(`/artifact?model=${encodeURIComponent(model)}`);
     } catch (error) {
       this.model = null;
       this.node.replaceChildren(el("p", { class: "error", role: "alert" }, error.message));
       return;
     }
     if (model !== this.model) return;
-    this.story = story;
+    this.report = report;
     this.node.replaceChildren(this.#head(), this.#passes(), this.#certificate(), this.#memory(), this.#kernels(), this.#config());
   }
 
   // ----------------------------------------------------------------------------------------------- head
 
   #head() {
-    const { story } = this;
-    const { model, config } = story;
+    const { report } = this;
+    const { model, config } = report;
     const scheme = config.quantize || "not quantized";
     const rows = [
       ["Model", `${model.architecture}, ${scaled(model.num_parameters)} parameters in ${model.num_attention_layers} layers`],
       ["Numbers", `${config.dtype}, ${scheme}; K and V in ${config.kv_dtype}`],
       ["Longest sequence", `${number(config.max_model_len)} tokens`],
-      ["Compiled for", `${story.targets.join(", ")}${story.host ? ` on ${story.host}` : ""}, by ${story.producer}`],
-      ["Same bits", story.determinism ? `${story.determinism.contract} (${story.determinism.scope})` : "not promised"],
-      ["Fingerprint", story.fingerprint],
-      ["Files", `${story.files.number}, ${bytes(story.files.bytes)}, each with its digest`],
+      ["Compiled for", `${report.targets.join(", ")}${report.host ? ` on ${report.host}` : ""}, by ${report.producer}`],
+      ["Same bits", report.determinism ? `${report.determinism.contract} (${report.determinism.scope})` : "not promised"],
+      ["Fingerprint", report.fingerprint],
+      ["Files", `${report.files.number}, ${bytes(report.files.bytes)}, each with its digest`],
     ];
     return card("What it is", "", facts(rows));
   }
@@ -51,11 +51,11 @@ export class ArtifactStory {
   // --------------------------------------------------------------------------------------------- passes
 
   #passes() {
-    const { passes, workload } = this.story;
+    const { passes, workload } = this.report;
     const changed = passes.filter((row, index) => index === 0 || row.rewrites);
     const about = workload
       ? `Bytes and FLOPs are those of two steps: decode, one new token at a context of ${number(workload.context)}; prefill, a prompt of ${number(workload.input_len)}.`
-      : this.story.unreadable.includes("graph/costs.json")
+      : this.report.unreadable.includes("graph/costs.json")
         ? "What each of them cost cannot be read: its file is damaged or gone."
         : "";
     const body = el("tbody");
@@ -78,7 +78,7 @@ export class ArtifactStory {
   }
 
   #passRow(row, most) {
-    const { passes } = this.story;
+    const { passes } = this.report;
     const before = passes[passes.indexOf(row) - 1];
     const panel = el("tr", { class: "panel", hidden: true }, el("td", { colspan: 9 }));
     const open = async (event) => {
@@ -128,8 +128,8 @@ export class ArtifactStory {
   // ---------------------------------------------------------------------------------------- certificate
 
   #certificate() {
-    const found = this.story.certificate;
-    if (this.story.unreadable.includes("certificate.json")) return card("Certificate", "It cannot be read: its file is damaged or gone.");
+    const found = this.report.certificate;
+    if (this.report.unreadable.includes("certificate.json")) return card("Certificate", "It cannot be read: its file is damaged or gone.");
     if (!found) return card("Certificate", "It has none: it was compiled with --certify none.");
     const rows = found.rows;
     const worst = (name) => Math.max(...rows.map((row) => row[name] || 0));
@@ -156,7 +156,7 @@ export class ArtifactStory {
   // --------------------------------------------------------------------------------------------- memory
 
   #memory() {
-    const { memory } = this.story;
+    const { memory } = this.report;
     const parts = [["Weights", memory.weights_bytes], ["KV cache", memory.kv_bytes], ["Arena", memory.arena_bytes]];
     const total = parts.reduce((sum, part) => sum + (part[1] || 0), 0);
     const stack = el("div", { class: "stack", role: "img", "aria-label": parts.map(([name, size]) => `${name} ${bytes(size)}`).join(", ") });
@@ -179,13 +179,13 @@ export class ArtifactStory {
   // ------------------------------------------------------------------------------------ kernels, config
 
   #kernels() {
-    const rows = this.story.kernels;
+    const rows = this.report.kernels;
     const body = el("tbody", {}, ...rows.map((row) => el("tr", {}, el("th", { scope: "row", class: "mono" }, row.name), el("td", { class: "mono" }, row.op || ""), num(row.nodes === undefined ? "" : number(row.nodes)), el("td", {}, row.target))));
     return card("Kernels", "What runs, and for how many nodes.", el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Kernels" }, el("table", {}, el("caption", { class: "hidden" }, "Kernels"), headings(["Kernel", "Op", "Nodes", "Target"], "llrl"), body)));
   }
 
   #config() {
-    const rows = Object.entries(this.story.config).map(([name, value]) => [name.replaceAll("_", " "), value === null ? "none" : Array.isArray(value) ? value.join(", ") || "none" : String(value)]);
+    const rows = Object.entries(this.report.config).map(([name, value]) => [name.replaceAll("_", " "), value === null ? "none" : Array.isArray(value) ? value.join(", ") || "none" : String(value)]);
     return card("Compiled with", "", facts(rows));
   }
 }

@@ -1,7 +1,7 @@
 // The page: which part is shown, which model, which key, which colours.
 
 import { apiKey, getJson, setApiKey } from "./api.js";
-import { ArtifactStory } from "./artifact.js";
+import { ArtifactReport } from "./artifact.js";
 import { Dashboard } from "./dashboard.js";
 import { $, el } from "./dom.js";
 import { Playground } from "./playground.js";
@@ -11,7 +11,7 @@ const THEMES = [["", "◐", "as the system has them"], ["light", "☀", "light"]
 const GOOD = new Set(["serving", "asleep"]);
 
 const playground = new Playground();
-const artifact = new ArtifactStory($("story"));
+const artifact = new ArtifactReport($("report"));
 const dashboard = new Dashboard(showState);
 
 // ---------------------------------------------------------------------------------------------- what is shown

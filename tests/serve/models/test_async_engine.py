@@ -15,7 +15,14 @@ from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output
 from inferc.runtime.text.tokenizer import Text
-from inferc.serve.errors import EngineUnavailable, NoPlace, QueueFull, RequestAborted, RequestIdInUse, RequestTimeout
+from inferc.serve.errors import (
+    EngineUnavailable,
+    NoRoomToWake,
+    QueueFull,
+    RequestAborted,
+    RequestIdInUse,
+    RequestTimeout,
+)
 from inferc.serve.models import async_engine, streams
 from inferc.serve.models.async_engine import MAX_STARTS, TAKEN_AT_ONCE, AsyncEngine
 from inferc.serve.models.queue_forecast import ARRIVED_AT
@@ -533,8 +540,8 @@ def test_what_gets_no_engine_in_time_is_counted_once() -> None:
     async def work() -> None:
         engine = AsyncEngine(Letters(), ModelFacts(128, 64))
         stream = engine.open([1], SamplingParams(), "a")
-        engine.refuse_parked(NoPlace("none", 1.0))
-        with pytest.raises(NoPlace):
+        engine.refuse_parked(NoRoomToWake("none", 1.0))
+        with pytest.raises(NoRoomToWake):
             await rest(stream)
         stream.close()
         metrics = engine.metrics

@@ -10,7 +10,7 @@ from scripted_models import House, Model, settle, states, until
 from virtual_time import run
 
 from inferc.runtime.engine.scoring import Score
-from inferc.serve.errors import NoPlace
+from inferc.serve.errors import NoRoomToWake
 from inferc.serve.models.async_engine import AsyncEngine
 from inferc.serve.models.residency import Residency
 
@@ -215,10 +215,10 @@ def test_the_wait_is_bounded_and_what_runs_goes_on() -> None:
             await settle()
             second = a.ask()
             with pytest.raises(
-                NoPlace, match=r"of the 1 that may be awake \(--max-awake\) none came to rest within 0.05"
+                NoRoomToWake, match=r"of the 1 that may be awake \(--max-awake\) none came to rest within 0.05"
             ):
                 await refused
-            with pytest.raises(NoPlace):
+            with pytest.raises(NoRoomToWake):
                 await woken
             assert b.engine.metrics.refusals["unavailable"] == 1 and b.engine.num_requests == 0
             for request in (first, second):
@@ -236,7 +236,7 @@ def test_one_at_rest_makes_room_even_if_nobody_may_wait_for_what_runs() -> None:
             await b.use()
             running = b.ask()
             await settle()
-            with pytest.raises(NoPlace):
+            with pytest.raises(NoRoomToWake):
                 await a.ask()
             await b.answer()
             await running
@@ -316,7 +316,7 @@ class Sleeper:
             AsyncEngine, SimpleNamespace(client=self, is_at_rest=is_at_rest, used_at=was_used, oldest_at=was_used)
         )
         self.is_leaving = self.is_asked = False
-        self.is_wanted = True
+        self.is_requested = True
 
     def make_room(self) -> None:
         self.is_asked = True
