@@ -37,6 +37,8 @@ from inferc.bench.workload import Lengths
 PROMPT_LEN, OUTPUT_LEN = 8, 100
 WATCH_SECONDS = 2.0
 FIGURES = ("memory_mb", "open_files", "threads")
+# The processes beside the server's, by the module that each one runs.
+ROLES = {"inferc.runtime.engine.process": "engine_process", "inferc.runtime.text.template_worker": "template_worker"}
 # Attacks that occupy every connection are left out, because they are meant to keep other clients out, such as the
 # streams.
 AMONG_STREAMS = [name for name in ATTACKS if name not in ("nothing", "idle connections", "bodies without end")]
@@ -75,7 +77,7 @@ class Watch(threading.Thread):
 
 def _role(process: psutil.Process) -> str:
     words = " ".join(process.cmdline())
-    return next((role for role in ("engine_process", "template_worker") if role in words), "server")
+    return next((role for module, role in ROLES.items() if module in words), "server")
 
 
 class Attacker(threading.Thread):
