@@ -28,7 +28,7 @@ from inferc.codegen.triton.kernels.attention_tiles import AttentionShape, decode
 from inferc.codegen.triton.kernels.gemm import ROW_BOUNDS
 from inferc.codegen.triton.kernels.linear import linear
 from inferc.codegen.triton.kernels.linear_silu_mul import linear_silu_mul
-from inferc.codegen.triton.kernels.rms_norm import how_scaled, rms_norm
+from inferc.codegen.triton.kernels.rms_norm import rms_norm, weight_order
 from inferc.ir import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
 from inferc.runtime.runners.cuda.driver import Driver
 
@@ -122,7 +122,7 @@ def benches(of: Shape) -> Iterator[Bench]:
 def norm(of: Shape, tokens: int) -> Bench:
     width = of.hidden
     x, weight, out = of.numbers(tokens, width), of.numbers(width), of.numbers(tokens, width)
-    source = rms_norm("bfloat16", "tokens", width, (width,) * 4, 1e-5, 0.0, how_scaled(True, True), False)
+    source = rms_norm("bfloat16", "tokens", width, (width,) * 4, 1e-5, 0.0, weight_order(True, True), False)
     tensors = {"x_ptr": x, "weight_ptr": weight, "out_ptr": out}
 
     def reference() -> Tensor:

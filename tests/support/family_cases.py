@@ -13,7 +13,7 @@ from inferc.codegen.triton.kernels.kv_write import kv_write
 from inferc.codegen.triton.kernels.layer_norm import norm_parts
 from inferc.codegen.triton.kernels.pointwise import pointwise
 from inferc.codegen.triton.kernels.resize_heads import resize_heads
-from inferc.codegen.triton.kernels.rms_norm import how_scaled
+from inferc.codegen.triton.kernels.rms_norm import weight_order
 from inferc.codegen.triton.kernels.rope_apply import rope_apply
 from inferc.ir.ops.pointwise import FUNCTIONS
 
@@ -51,7 +51,7 @@ def norm_parts_cases() -> Iterator[Case]:
                 (parts, width),
                 (packed.stride(0), *(parts * width,) * 2, width if own else 0),
             ),
-            *(1e-5, how_scaled(how > 0, how == 1)),
+            *(1e-5, weight_order(how > 0, how == 1)),
             offset=0.0 if centers else 1.0,
             adds=adds,
             centers=centers,

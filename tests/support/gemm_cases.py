@@ -14,7 +14,7 @@ from inferc.codegen.triton.calls.matmul import invariant
 from inferc.codegen.triton.kernels.linear import linear
 from inferc.codegen.triton.kernels.linear_silu_mul import linear_silu_mul
 from inferc.codegen.triton.kernels.qkv_rope_kv_write import qkv_rope_kv_write
-from inferc.codegen.triton.kernels.rms_norm import how_scaled
+from inferc.codegen.triton.kernels.rms_norm import weight_order
 
 FAR = 99.0  # a bias in float16: far from zero roundings on the way are large, and sums of eighths are exact
 
@@ -126,7 +126,7 @@ def qkv_rope_kv_write_cases() -> Iterator[Case]:
         canonical = numbers(tokens // 2 + 2, 2, 2, 4, kv_heads, dim, dtype=dtype)
         slots = torch.randperm(4 * len(canonical), generator=torch.Generator().manual_seed(1))[:tokens]
         q, cache = ops.qkv_rope_kv_write(
-            *(x, weight, shift, *norms, 1e-6, 1.0, how == how_scaled(True, True), table, canonical, slots, 1),
+            *(x, weight, shift, *norms, 1e-6, 1.0, how == weight_order(True, True), table, canonical, slots, 1),
             *(heads, pairs, None, tensors.get("scale_ptr")),
         )
         source = qkv_rope_kv_write(

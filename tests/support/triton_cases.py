@@ -15,7 +15,7 @@ from torch import Tensor
 from inferc.codegen.triton.aot.launch import evaluate_grid
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.kernels.gather_rows import gather_rows
-from inferc.codegen.triton.kernels.rms_norm import how_scaled, rms_norm
+from inferc.codegen.triton.kernels.rms_norm import rms_norm, weight_order
 from inferc.codegen.triton.kernels.rope import rope_kv_write, rope_table
 from inferc.codegen.triton.kernels.silu_mul import silu_mul
 from inferc.ir import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
@@ -123,7 +123,7 @@ def rms_norm_cases() -> Iterator[Case]:
         x, residual = numbers(rows, width, dtype=dtype), numbers(rows, width, dtype=dtype, seed=1)
         weight = numbers(width, dtype=dtype) if weighs else None
         out, total = empty(rows, width, dtype=dtype), empty(rows, width, dtype=dtype)
-        how = how_scaled(weighs, early)
+        how = weight_order(weighs, early)
         source = rms_norm(dtype_name(dtype), "tokens", width, (width,) * 4, 1e-5, offset, how, adds)
         tensors = {"x_ptr": x, "out_ptr": out}
         if weight is not None:

@@ -43,7 +43,7 @@ def norm_rope_kv_write(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
     b.weight("q_weight_ptr", "q_weight")
     b.weight("k_weight_ptr", "k_weight")
-    how = rms_norm.how_scaled(True, bool(b.arg("round_before_scale")))
+    how = rms_norm.weight_order(True, bool(b.arg("round_before_scale")))
     return _rope_kv_write(b, float(b.arg("eps")), float(b.arg("weight_offset")), how)
 
 

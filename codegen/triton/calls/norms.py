@@ -39,7 +39,7 @@ def _rms_norm(b: Builder, operands: tuple[Operand, Operand, Operand, Operand], a
         (x, residual, out.stride, total),
         float(b.arg("eps")),
         float(b.arg("weight_offset")),
-        rms_norm.how_scaled(weighs, bool(b.arg("round_before_scale"))),
+        rms_norm.weight_order(weighs, bool(b.arg("round_before_scale"))),
         adds,
     )
     return b.done("rms_norm", out, source)
@@ -47,20 +47,20 @@ def _rms_norm(b: Builder, operands: tuple[Operand, Operand, Operand, Operand], a
 
 def layer_norm_(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    how = rms_norm.how_scaled(b.weight("weight_ptr", "weight"), round_before_scale=False)
+    how = rms_norm.weight_order(b.weight("weight_ptr", "weight"), round_before_scale=False)
     return _norm_parts(b, "layer_norm", how, {"centers": True, "has_bias": b.weight("bias_ptr", "bias")})
 
 
 def rms_norm_heads(node: fx.Node, values: Values) -> Call:
     b = Builder(node, values)
-    how = rms_norm.how_scaled(b.weight("weight_ptr", "weight"), bool(b.arg("round_before_scale")))
+    how = rms_norm.weight_order(b.weight("weight_ptr", "weight"), bool(b.arg("round_before_scale")))
     return _norm_parts(b, "rms_norm_heads", how, {"offset": float(b.arg("weight_offset"))})
 
 
 def rms_norm_of_sum(node: fx.Node, values: Values) -> Call:
     """Return the call of an `inferc.rms_norm_add` whose sum nothing reads, so that it has no place in memory."""
     b = Builder(node, values)
-    how = rms_norm.how_scaled(b.weight("weight_ptr", "weight"), bool(b.arg("round_before_scale")))
+    how = rms_norm.weight_order(b.weight("weight_ptr", "weight"), bool(b.arg("round_before_scale")))
     more = {"offset": float(b.arg("weight_offset")), "adds": True}
     return _norm_parts(b, "rms_norm_of_sum", how, more, b.read("residual_ptr", "residual"))
 

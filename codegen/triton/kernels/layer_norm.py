@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from inferc.codegen.triton.aot.source import COUNTS, POINTERS, Source
-from inferc.codegen.triton.kernels.rms_norm import normed
+from inferc.codegen.triton.kernels.rms_norm import NO_WEIGHT, normed
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -48,7 +48,7 @@ def norm_parts_kernel(  # type: ignore[no-untyped-def]
         if CENTERS:
             wide = tl.where(mask, wide - tl.sum(wide) / WIDTH, 0.0)
         weight = wide
-        if HOW != 0:
+        if HOW != NO_WEIGHT:
             weight = tl.load(weight_ptr + part * WEIGHT_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
         out = normed(wide, tl.sum(wide * wide), weight, WIDTH, EPS, OFFSET, HOW, dtype)
         if HAS_BIAS:

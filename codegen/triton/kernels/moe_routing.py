@@ -14,6 +14,12 @@ from inferc.codegen.triton.aot.source import COUNTS, POINTERS, Source
 from inferc.codegen.triton.kernels.elementwise import sigmoid
 from inferc.ir.ops.experts import GROUP_SCORES, SCORES
 
+# The values of SCORE: what makes scores of logits, over all experts or over those that are chosen.
+SOFTMAX, SIGMOID, CHOSEN_SOFTMAX, CHOSEN_SIGMOID = map(tl.constexpr, range(4))
+assert SCORES[:4] == ("softmax", "sigmoid", "chosen_softmax", "chosen_sigmoid")
+# GROUP_SCORE is this if a group's score is the sum of its two best experts', or else that of its best one.
+TOP2_SUM = tl.constexpr(GROUP_SCORES.index("top2_sum"))
+
 
 @triton.jit
 def first_best(choice, left, place):  # type: ignore[no-untyped-def]
@@ -52,8 +58,8 @@ def moe_routing_kernel(  # type: ignore[no-untyped-def]
 ):
     """Choose one token's experts and compute their weights.
 
-    Expert g * SIZE + i is at (g, i). SCORE is 0 for softmax, 1 for sigmoid, 2 for softmax and 3 for sigmoid of the
-    chosen experts only. GROUP_SCORE is 0 if a group's score is its best expert's, 1 if it is the sum of its two best.
+    Expert g * SIZE + i is at (g, i). SCORE is one of SOFTMAX to CHOSEN_SIGMOID, and GROUP_SCORE
+    may be TOP2_SUM.
     """
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(counts_ptr + COUNT):
@@ -61,10 +67,10 @@ def moe_routing_kernel(  # type: ignore[no-untyped-def]
         left = (group < GROUPS)[:, None] & (i < SIZE)[None, :]
         expert = tl.where(left, group[:, None] * SIZE + i[None, :], 1 << 30)
         scores = tl.load(logits_ptr + row * LOGITS_STRIDE + expert, mask=left, other=float("-inf")).to(tl.float32)
-        if SCORE == 0:
+        if SCORE == SOFTMAX:
             scores = tl.exp(scores - tl.max(scores))
             scores /= tl.sum(scores)
-        if SCORE == 1:
+        if SCORE == SIGMOID:
             scores = sigmoid(scores)
         choice = scores
         if HAS_BIAS:
@@ -72,7 +78,7 @@ def moe_routing_kernel(  # type: ignore[no-untyped-def]
         if GROUPS > 1:
             inside = tl.where(left, choice, float("-inf"))
             best = tl.max(inside, 1)
-            if GROUP_SCORE == 1:
+            if GROUP_SCORE == TOP2_SUM:
                 first = tl.argmax(inside, 1, tie_break_left=True)
                 best += tl.max(tl.where(i[None, :] == first[:, None], float("-inf"), inside), 1)
             others = group < GROUPS
@@ -88,10 +94,10 @@ def moe_routing_kernel(  # type: ignore[no-untyped-def]
             weights = tl.where(k == at, tl.sum(tl.where(expert == chosen, scores, 0.0)), weights)
             left &= expert != chosen
         is_k = k < TOP_K
-        if SCORE == 2:
+        if SCORE == CHOSEN_SOFTMAX:
             weights = tl.exp(weights - tl.max(weights))
             weights /= tl.sum(weights)
-        if SCORE == 3:
+        if SCORE == CHOSEN_SIGMOID:
             weights = sigmoid(weights)
         if RENORMALIZE:
             weights /= tl.sum(tl.where(is_k, weights, 0.0))

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.kernels.gemm import pairs_of, product, tile, tile_of
-from inferc.codegen.triton.kernels.rms_norm import normed
+from inferc.codegen.triton.kernels.rms_norm import NO_WEIGHT, normed
+from inferc.codegen.triton.kernels.rope_apply import HALVES, NEIGHBOURS_TO_HALVES
 from inferc.ir.ops.rope import PAIRS
 
 
@@ -52,7 +53,7 @@ def qkv_rope_kv_write_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr = (DIM + BLOCK_N - 1) // BLOCK_N  # parts of a head
     WIDTH: tl.constexpr = BLOCK_N // 2
     COLUMN_TILES: tl.constexpr = (HEADS + 2 * KV_HEADS) * PARTS
-    tl.static_assert((HOW == 0) | (PARTS == 1), "a norm needs its head in one program")
+    tl.static_assert((HOW == NO_WEIGHT) | (PARTS == 1), "a norm needs its head in one program")
     tokens = tl.load(counts_ptr)
     if tl.program_id(0) < tl.cdiv(tokens, BLOCK_M) * COLUMN_TILES:
         token_tile, column_tile = tile_of(tokens, COLUMN_TILES, BLOCK_M, FEW)
@@ -86,7 +87,7 @@ def qkv_rope_kv_write_kernel(  # type: ignore[no-untyped-def]
         pair = part * WIDTH + tl.arange(0, WIDTH)
         first_at, second_at = column_of(pair, 0, HALF, PAIRS), column_of(pair, 1, HALF, PAIRS)
         is_pair = pair < DIM // 2
-        if HOW != 0:
+        if HOW != NO_WEIGHT:
             is_normed = is_pair & (head < HEADS + KV_HEADS)
             weights = tl.where(is_q, q_weight_ptr, k_weight_ptr)
             squares = tl.sum(first * first + second * second, 1)[:, None]
@@ -102,9 +103,9 @@ def qkv_rope_kv_write_kernel(  # type: ignore[no-untyped-def]
         turned = first * cos - second * sin
         second = tl.where(turns, second * cos + first * sin, second)
         first = tl.where(turns, turned, first)
-        if PAIRS == 2:
-            first_at = tl.where(is_v, first_at, column_of(pair, 0, HALF, 0))
-            second_at = tl.where(is_v, second_at, column_of(pair, 1, HALF, 0))
+        if PAIRS == NEIGHBOURS_TO_HALVES:
+            first_at = tl.where(is_v, first_at, column_of(pair, 0, HALF, HALVES))
+            second_at = tl.where(is_v, second_at, column_of(pair, 1, HALF, HALVES))
 
         slot = tl.load(slots_ptr + token, mask=is_token & (head >= HEADS), other=0)
         part_of_block = 2 * ((head - HEADS) % KV_HEADS) + tl.where(is_v, 1, 0)
@@ -121,7 +122,7 @@ def column_of(pair, which, HALF: tl.constexpr, PAIRS: tl.constexpr):  # type: ig
 
     Elements that are not rotated form pairs of neighbours.
     """
-    if PAIRS == 0:
+    if PAIRS == HALVES:
         return tl.where(pair < HALF, pair + which * HALF, 2 * pair + which)
     else:
         return 2 * pair + which

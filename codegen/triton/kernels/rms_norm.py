@@ -10,6 +10,11 @@ import triton.language as tl
 
 from inferc.codegen.triton.aot.source import COUNTS, POINTERS, Source
 
+# The values of HOW: whether a norm has a weight, and when values are rounded to their dtype.
+NO_WEIGHT = tl.constexpr(0)
+ROUND_BEFORE_WEIGHT = tl.constexpr(1)
+ROUND_AFTER_WEIGHT = tl.constexpr(2)
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def normed(  # type: ignore[no-untyped-def]
@@ -22,14 +27,14 @@ def normed(  # type: ignore[no-untyped-def]
     HOW: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Normalise values by the root mean square of their row, and apply the weight and rounding that HOW says.
+    """Normalise values by the root mean square of their row, and multiply by the weight, if any.
 
-    HOW is 0 if there is no weight, 1 if values are rounded to `dtype` before the weight multiplies them, 2 if after.
+    HOW says whether values are rounded to `dtype` before or after they are multiplied by the weight.
     """
     out = wide * tl.rsqrt(square_sum / WIDTH + EPS)
-    if HOW == 1:
+    if HOW == ROUND_BEFORE_WEIGHT:
         out = out.to(dtype).to(tl.float32) * (weight + OFFSET).to(dtype).to(tl.float32)
-    if HOW == 2:
+    if HOW == ROUND_AFTER_WEIGHT:
         out = out * (weight + OFFSET)
     return out
 
@@ -66,15 +71,16 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
             tl.store(sum_ptr + row * SUM_STRIDE + columns, total, mask=mask)
             wide = total.to(tl.float32)
         weight = wide
-        if HOW != 0:
+        if HOW != NO_WEIGHT:
             weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         out = normed(wide, tl.sum(wide * wide), weight, WIDTH, EPS, OFFSET, HOW, dtype)
         tl.store(out_ptr + row * OUT_STRIDE + columns, out.to(dtype), mask=mask)
 
 
-def how_scaled(has_weight: bool, round_before_scale: bool) -> int:
-    """Return HOW of `normed`, which says when a row is multiplied by the weight and when it is rounded."""
-    return 0 if not has_weight else 1 if round_before_scale else 2
+def weight_order(has_weight: bool, round_before_scale: bool) -> int:
+    """Return the HOW of `normed` for a norm with or without a weight."""
+    order = ROUND_BEFORE_WEIGHT if round_before_scale else ROUND_AFTER_WEIGHT
+    return int((order if has_weight else NO_WEIGHT).value)
 
 
 def rms_norm(

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from inferc.codegen.triton.aot.source import POINTERS, Source
-from inferc.codegen.triton.kernels.rms_norm import normed
+from inferc.codegen.triton.kernels.rms_norm import NO_WEIGHT, normed
+from inferc.codegen.triton.kernels.rope_apply import HALVES, NEIGHBOURS_TO_HALVES
 from inferc.ir.ops.rope import PAIRS
 from inferc.kv_groups import SCALE_BYTES
 
@@ -110,13 +111,13 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
         i = tl.arange(0, ROTATED_BLOCK)
         mask = i < HALF
         first_at, second_at = i, HALF + i
-        if PAIRS != 0:
+        if PAIRS != HALVES:
             first_at, second_at = 2 * i, 2 * i + 1
         first = tl.load(source + first_at, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + second_at, mask=mask, other=0.0).to(tl.float32)
         j = 2 * HALF + tl.arange(0, REST_BLOCK)
         rest = tl.load(source + j, mask=j < DIM, other=0.0).to(tl.float32)
-        if HOW != 0:  # noqa: SIM102  a condition at compile time, which `is_v` is not
+        if HOW != NO_WEIGHT:  # noqa: SIM102  a condition at compile time, which `is_v` is not
             if not is_v:
                 squares = tl.sum(first * first) + tl.sum(second * second) + tl.sum(rest * rest)
                 first_weight = tl.load(weights + first_at, mask=mask, other=0.0).to(tl.float32)
@@ -130,7 +131,7 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
             cos = tl.load(table_ptr + token * TABLE_STRIDE + i, mask=mask, other=0.0)
             sin = tl.load(table_ptr + token * TABLE_STRIDE + HALF + i, mask=mask, other=0.0)
             first, second = first * cos - second * sin, second * cos + first * sin
-            if PAIRS == 2:
+            if PAIRS == NEIGHBOURS_TO_HALVES:
                 to_first, to_second = i, HALF + i
         first, second, rest = first.to(dtype), second.to(dtype), rest.to(dtype)
         if INT8:  # noqa: SIM102  a condition at compile time, which `is_q` is not

@@ -8,6 +8,10 @@ import triton.language as tl
 from inferc.codegen.triton.aot.source import COUNTS, POINTERS, Source
 from inferc.ir.ops.rope import PAIRS
 
+# The values of the constant PAIRS: which elements of a head form a pair, before and after its rotation.
+HALVES, NEIGHBOURS, NEIGHBOURS_TO_HALVES = map(tl.constexpr, range(3))
+assert PAIRS == ("halves", "neighbours", "neighbours_to_halves")
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rope_apply_kernel(  # type: ignore[no-untyped-def]
@@ -33,13 +37,13 @@ def rope_apply_kernel(  # type: ignore[no-untyped-def]
         i = tl.arange(0, ROTATED_BLOCK)
         mask = i < HALF
         first_at, second_at = i, HALF + i
-        if PAIRS != 0:
+        if PAIRS != HALVES:
             first_at, second_at = 2 * i, 2 * i + 1
         first = tl.load(source + first_at, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + second_at, mask=mask, other=0.0).to(tl.float32)
         cos = tl.load(table_ptr + row * TABLE_STRIDE + i, mask=mask, other=0.0)
         sin = tl.load(table_ptr + row * TABLE_STRIDE + HALF + i, mask=mask, other=0.0)
-        if PAIRS == 2:
+        if PAIRS == NEIGHBOURS_TO_HALVES:
             first_at, second_at = i, HALF + i
         tl.store(target + first_at, (first * cos - second * sin).to(dtype), mask=mask)
         tl.store(target + second_at, (second * cos + first * sin).to(dtype), mask=mask)
