@@ -97,9 +97,8 @@ unit: $(READY)  ## the tests alone: make unit ARGS='tests/passes -x'
 # Processes that tests start are measured too, which patch.subprocess of pyproject.toml sees to.
 coverage: $(READY)  ## the lines of each part that make test's tests run (ARGS='tests/passes' for some)
 	rm -rf out/coverage; mkdir -p out/coverage
-	$(PY) -m coverage run $(TESTS) -m 'not gpu and not slow' $(ARGS)
-	$(PY) -m coverage combine --quiet
-	$(PY) tools/coverage_by_part.py out/coverage/data
+	failed=0; $(PY) -m coverage run $(TESTS) -m 'not gpu and not slow' $(ARGS) || failed=1; \
+	$(PY) -m coverage combine --quiet && $(PY) tools/coverage_by_part.py out/coverage/data || failed=1; exit $$failed
 
 # TSan knows the barrier's atomics; memory that only uninstrumented code touches is not its business. To compile the kernels of one
 # instruction set takes minutes here, which count as the time of the first test that asks for them.

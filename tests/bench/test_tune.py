@@ -302,7 +302,6 @@ def test_where_the_default_bears_no_rate_any_that_does_is_better() -> None:
     assert winner([row(4, None), row(8, None)], Again({})) == (None, [])
 
 
-@pytest.mark.slow
 def test_a_server_that_does_not_start_or_goes_away_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, tiny_artifact: Path, tmp_path: Path
 ) -> None:

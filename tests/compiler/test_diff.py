@@ -69,7 +69,6 @@ def test_the_layer_where_numbers_part_is_named(
     assert "beyond the artifact's budget: its logits are off" in shown
 
 
-@pytest.mark.slow
 def test_the_command_line_says_it_in_json_and_exit_codes(
     tiny_artifact: Path,
     tiny_llama_folder: Path,

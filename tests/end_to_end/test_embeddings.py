@@ -19,8 +19,6 @@ from inferc.frontend.text.pooling import pooling
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.llm import LLM
 
-pytestmark = pytest.mark.slow
-
 TYPES = "sentence_transformers.models."
 RNG = np.random.default_rng(0)
 TEXTS = [RNG.integers(5, 250, size).tolist() for size in (1, 2, 31, 32, 33, 100, 200, 7, 7, 64)]
@@ -49,6 +47,7 @@ def reference(model: Path, ids: list[int], kind: str, normalize: bool) -> Any:
     return (vector / vector.norm() if normalize else vector).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "config", "modules", "target"),
     [
@@ -77,6 +76,7 @@ def test_vectors_are_those_of_the_model(
             assert alone == together, "to the last bit, whatever shares the step"
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_bfloat16(model: Path, tmp_path: Path) -> None:
     say_pooling(model, {"pooling_mode_mean_tokens": True}, "Normalize")
@@ -123,6 +123,7 @@ def test_damaged_files(model: Path) -> None:
         pooling(load(model))
 
 
+@pytest.mark.slow
 def test_quantized_rows_that_are_no_floats_make_none(model: Path, tmp_path: Path) -> None:
     say_pooling(model, {"pooling_mode_mean_tokens": True})
     compile(model, tmp_path / "out", CompileConfig(dtype="bfloat16", quantize="w8a8", certify="none"))

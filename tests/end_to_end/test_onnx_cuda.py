@@ -22,8 +22,6 @@ from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.runners.cuda import driver
 from inferc.runtime.runners.dense import onnxruntime as onnx_model
 
-pytestmark = pytest.mark.slow
-
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
 ON_GPU = CompileConfig(target="onnx:cuda", certify="none", max_model_len=250)
 GREEDY = inferc.SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -47,6 +45,7 @@ def tokens_of(path: Path, **options: Any) -> list[list[int]]:
         return [list(result.outputs[0].token_ids) for result in llm.generate(PROMPTS, params)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "quantize"), [("tiny-draft", None), pytest.param("tiny-moe", "int4", marks=pytest.mark.slow)]
 )
@@ -80,6 +79,7 @@ def test_memory_for_fewer_sequences_than_asked_for(gpu: FakeCuda, tmp_path: Path
         inferc.LLM(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_provider_that_does_not_start(gpu: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """onnxruntime would say so in its log, and run on the CPU."""
     compile(SHIPPED / "tiny-draft", tmp_path / "out", ON_GPU)
@@ -97,12 +97,14 @@ def test_a_provider_that_does_not_start(gpu: FakeCuda, tmp_path: Path, monkeypat
         inferc.LLM(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_without_a_gpu(tmp_path: Path) -> None:
     compile(SHIPPED / "tiny-draft", tmp_path / "out", ON_GPU)
     with pytest.raises(InfercError, match="NVIDIA"):
         inferc.LLM(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -117,6 +119,7 @@ def test_what_is_refused(options: dict[str, Any], message: str, tmp_path: Path) 
         compile(SHIPPED / "tiny-draft", tmp_path / "out", replace(ON_GPU, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
     """Where onnxruntime-gpu is: the text's likelihood is that of the same ops on the CPU."""

@@ -106,7 +106,6 @@ def test_wrong_attention_is_caught(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_wrong_experts_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_random_model("mixtral", tmp_path / "m", num_hidden_layers=1)
     real = interfaces.experts

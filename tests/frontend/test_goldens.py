@@ -98,7 +98,7 @@ def renew(folder: Path, name: str, version: str, main_version: str, found: str) 
         own.write_text(found)
 
 
-@pytest.mark.quick("falcon", "gpt2", "llama")
+@pytest.mark.quick("falcon", "gpt2", "gpt_neo", "llama")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in NAMES]
 )

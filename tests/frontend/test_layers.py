@@ -14,8 +14,6 @@ from inferc.config import CompileConfig
 from inferc.frontend.checkpoint.load import load_config
 from inferc.frontend.layers import Repetition, layer_kinds, repetition, shortened
 
-pytestmark = pytest.mark.slow
-
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -73,6 +71,7 @@ def test_repetition(kinds: str, expected: Repetition | None) -> None:
     assert repetition(kinds) == expected
 
 
+@pytest.mark.slow
 @given(st.text("ab", max_size=30), st.text("abc", min_size=1, max_size=4), st.integers(1, 12))
 def test_a_repetition_says_how_the_whole_is_made(head: str, period: str, times: int) -> None:
     kinds = head + period * times
@@ -86,6 +85,7 @@ def test_a_repetition_says_how_the_whole_is_made(head: str, period: str, times: 
     assert found.short + found.longer < len(kinds)
 
 
+@pytest.mark.slow
 def test_kinds_tell_layers_apart(tmp_path: Path) -> None:
     equal = layer_kinds(load_config(folder(tmp_path, "llama", 4)))
     assert len(equal) == 4 and len(set(equal)) == 1
@@ -104,6 +104,7 @@ def test_kinds_tell_layers_apart(tmp_path: Path) -> None:
     assert first == third != second
 
 
+@pytest.mark.slow
 def test_a_config_alone_is_a_checkpoint_of_its_class(tmp_path: Path) -> None:
     checkpoint = load_config(folder(tmp_path, "llama", 2, tie_word_embeddings=True))
     assert checkpoint.dtype == "float32"
@@ -115,6 +116,7 @@ def test_a_config_alone_is_a_checkpoint_of_its_class(tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.json").tensors == checkpoint.tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "num_layers", "lengths", "more"),
     [
@@ -154,6 +156,7 @@ def test_shortened_models_say_what_the_whole_one_does(
     assert found.costs == whole.costs
 
 
+@pytest.mark.slow
 def test_layers_that_only_look_equal_are_all_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None
 ) -> None:

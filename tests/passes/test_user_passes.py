@@ -183,7 +183,6 @@ def test_the_drift_budget_covers_a_pass(tiny_llama_folder: Path, tmp_path: Path)
     assert not row["ok"] and "allowed 1e-05" in row["reason"]
 
 
-@pytest.mark.slow
 def test_a_certificate_by_layers_covers_a_pass(tiny_llama_folder: Path, tmp_path: Path) -> None:
     same = a_pass(lambda p: after(p, inferc.silu_mul.default, aten.mul.Tensor, 1.0), "scale", after="fuse_silu_mul")
     summary = compiled(tiny_llama_folder, tmp_path / "out", same, certify="layers")

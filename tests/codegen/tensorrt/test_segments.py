@@ -113,5 +113,6 @@ def test_keys_and_values_in_int8_change_no_segment() -> None:
 def test_attention_over_latents_is_refused_with_the_node(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     checkpoint = load(make_random_model(family.model_type(name), tmp_path / "m", **family.fields))
-    with pytest.raises(UnsupportedError, match=r"inferc cannot run inferc.latent_\w+ yet .*target tensorrt-paged:sm_86"):
+    message = r"inferc cannot run inferc.latent_\w+ yet .*target tensorrt-paged:sm_86"
+    with pytest.raises(UnsupportedError, match=message):
         lowered(checkpoint, "float32")

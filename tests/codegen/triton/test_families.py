@@ -71,7 +71,6 @@ def test_every_op_of_a_family_has_a_kernel(name: str) -> None:
         assert lowered(name).launches["step"]
 
 
-@pytest.mark.slow
 def test_experts_are_launches_over_scratch_memory() -> None:
     step = lowered("qwen3_moe")
     launches = [each for each in step.launches["step"] if "layers.0" in each["node"] and "mlp" in each["node"]]

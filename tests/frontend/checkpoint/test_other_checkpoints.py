@@ -227,7 +227,6 @@ def test_a_class_that_can_have_state_or_parts_of_a_config_is_asked_for_its_layer
     check_config(transformers.AutoConfig.for_model(name, **{**sizes, **STATEFUL[name]}), {}, name)
 
 
-@pytest.mark.slow
 def test_layers_with_two_attentions_or_none_are_named(tmp_path: Path) -> None:
     program = export_model(load(make_random_model("llama", tmp_path / "m", num_hidden_layers=5)), "float32", 64)
     attentions = [node for node in program.graph.nodes if "inferc.attention" in str(node.target)]

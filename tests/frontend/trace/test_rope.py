@@ -74,7 +74,7 @@ def test_longrope_is_captured_with_a_warning(tmp_path: Path, caplog: pytest.LogC
     assert float(found[0]) == pytest.approx(0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("32-1.5")
 @pytest.mark.parametrize(("length", "scale"), [(32, 1.5), (33, 0.5)])
 def test_a_scale_that_depends_on_length_is_fixed_with_the_rope(length: int, scale: float, tmp_path: Path) -> None:
     """Phi-3.5-MoE's: its frequencies are made in every forward pass, by its config alone."""

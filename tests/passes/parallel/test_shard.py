@@ -186,7 +186,7 @@ def test_stages_of_ranks_are_the_whole() -> None:
     assert_equal("llama", Ranks(tp=2, pp=2))
 
 
-@pytest.mark.quick("llama", "mixtral")
+@pytest.mark.quick("deepseek_v3", "llama", "mixtral")
 @pytest.mark.parametrize("name", MODELS)
 def test_collectives_of_a_layer(name: str) -> None:
     """One sum behind attention and one behind the MLP, or one for both where they are parallel; one gather."""

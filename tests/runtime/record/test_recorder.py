@@ -147,7 +147,6 @@ def test_a_log_probability_comes_back_as_the_float32_it_was(recorded: Path, tmp_
     assert np.array(found, np.float32).tobytes() == np.array(values, np.float32).tobytes()
 
 
-@pytest.mark.slow
 def test_what_differs_is_said_first_by_place(recorded: Path, tmp_path: Path, tiny_artifact: Path) -> None:
     recording = read_recording(recorded)
     victim = next(each for each in recording.requests if len(each.sequences[0].token_ids) > 8)
@@ -197,7 +196,6 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_refused(recorded: Pat
         read_recording(tmp_path / "missing.jsonl")
 
 
-@pytest.mark.slow
 def test_replay_refuses_what_cannot_give_the_same_bits(recorded: Path, tiny_artifact: Path, tmp_path: Path) -> None:
     recording, artifact = read_recording(recorded), load_artifact(tiny_artifact)
     header, its = recording.header, recording.header.identity

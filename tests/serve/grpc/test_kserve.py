@@ -265,6 +265,38 @@ def test_there_is_one_repository(served: str, method: str, request_: Any) -> Non
     assert "repository_name is 'other'" in (raised.value.details() or "")
 
 
+def test_server_and_model_are_described(infer: Any, served: str, tiny_artifact: Path) -> None:
+    request = request_of(texts(b"abc"), [1])
+    request.parameters["max_tokens"].int64_param = 3
+    request.parameters["ignore_eos"].bool_param = True
+    infer(request, timeout=30)
+    name = tiny_artifact.name
+    with grpc.insecure_channel(served) as channel:
+
+        def call(method: str, request: Any, answer: Any) -> Any:
+            path = f"/{KSERVE.full_name}/{method}"
+            return channel.unary_unary(path, type(request).SerializeToString, answer.FromString)(request, timeout=30)
+
+        assert call("ServerLive", pb.ServerLiveRequest(), pb.ServerLiveResponse).live
+        assert call("ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse).ready
+        asked = [pb.ModelReadyRequest(name=name), pb.ModelReadyRequest(name=name, version="1")]
+        asked += [pb.ModelReadyRequest(name=name, version="2"), pb.ModelReadyRequest(name="none")]
+        ready = [call("ModelReady", request, pb.ModelReadyResponse).ready for request in asked]
+        assert ready == [True, True, False, False]
+        server = call("ServerMetadata", pb.ServerMetadataRequest(), pb.ServerMetadataResponse)
+        assert server.name == "inferc" and "model_repository" in server.extensions
+        metadata = call("ModelMetadata", pb.ModelMetadataRequest(name=name), pb.ModelMetadataResponse)
+        assert (metadata.name, list(metadata.versions)) == (name, ["1"])
+        assert {entry.name: entry.datatype for entry in metadata.inputs}["stream"] == "BOOL"
+        config = call("ModelConfig", pb.ModelConfigRequest(name=name), pb.ModelConfigResponse).config
+        assert config.model_transaction_policy.decoupled and config.max_batch_size == 0
+        assert [entry.name for entry in config.output] == [entry.name for entry in metadata.outputs]
+        (stats,) = call("ModelStatistics", pb.ModelStatisticsRequest(), pb.ModelStatisticsResponse).model_stats
+        assert stats.name == name and stats.inference_stats.success.count >= 1 and stats.execution_count >= 3
+        (entry,) = call("RepositoryIndex", pb.RepositoryIndexRequest(), pb.RepositoryIndexResponse).models
+        assert (entry.name, entry.version, entry.state) == (name, "1", "READY")
+
+
 def test_contents_by_fields(infer: Any, served: str) -> None:
     contents = pb.InferTensorContents(bytes_contents=[b"def add("])
     tensor = pb.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1], contents=contents)

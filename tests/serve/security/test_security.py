@@ -253,7 +253,6 @@ def test_keys_are_changed_without_a_restart(tiny_artifact: Path, tmp_path: Path)
         assert alice not in server.log and alice not in file.read_text()
 
 
-@pytest.mark.slow
 def test_the_command_that_makes_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     options = ("--admin", "--tokens-per-minute", "1000", "--max-n", "2", "--expires", "2999-01-01", "--salted")
