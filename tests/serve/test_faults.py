@@ -70,7 +70,7 @@ def test_keys_are_not_lost_to_a_full_disk(tmp_path: Path) -> None:
 
     # Under coverage, the process could not write what it has measured either.
     env = {name: value for name, value in ENV.items() if not name.startswith("COVERAGE_")}
-    command = [*INFERC, "keys", "create", file, "bob"]
+    command = [*INFERC, "keys", "create", str(file), "bob"]
     done = subprocess.run(command, env=env, preexec_fn=small, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "cannot write" in done.stderr and len(done.stderr.splitlines()) == 1
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
