@@ -98,7 +98,7 @@ def qkv_rope_kv_write_(node: fx.Node, values: Values) -> tuple[Call, ...]:
     b.input("slots_ptr", "slot_mapping")
     out = b.write("out_ptr", 0)
     cache, heads = b.arg("kv_cache").meta["val"], int(b.arg("num_heads"))
-    how = rms_norm.weight_order(True, bool(b.arg("round_before_scale"))) if b.arg("q_weight") is not None else 0
+    how = rms_norm.weight_order(b.arg("q_weight") is not None, bool(b.arg("round_before_scale")))
 
     def source(up_to: int | None) -> Source:
         return qkv_rope_kv_write(
