@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_calls import request
 from serving import Server, wait_until
 
-from inferc.client import AsyncClient, Client, Completion, Delta, ServerError
+from inferc.client import AsyncClient, Client, Completion, ServerError
 from inferc.client.scrape import Page
 from inferc.errors import RequestError
 from inferc.serve.grpc.server import KSERVE
@@ -367,14 +367,25 @@ def test_the_async_client_makes_the_same_calls(several: Server) -> None:
             assert {model.model: model.state for model in await client.models()}["one"] == "unloaded"
             with pytest.raises(RequestError, match="max_tokens is -1"):
                 await client.complete("abc", max_tokens=-1)
-            stream = client.generate("abc", request_id="mine", **ENDLESS)
-            first: Delta = await anext(stream)
-            assert first.token_ids and await client.abort("mine")
-            with pytest.raises(ServerError) as raised:
-                async for _ in stream:
-                    pass
-            assert raised.value.code == "CANCELLED"
             many = await asyncio.gather(*(client.complete([7, n], max_tokens=3, **GREEDY) for n in range(20)))
             assert all(len(each[0].token_ids) == 3 for each in many)
 
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_the_async_client_aborts(server: Server) -> None:
+    async def work() -> None:
+        async with AsyncClient(server.address) as client:
+            running = asyncio.create_task(client.complete("abc", request_id="mine", **ENDLESS))
+            while not await client.abort("mine"):
+                pass
+            with pytest.raises(ServerError) as raised:
+                await running
+            assert raised.value.code == "CANCELLED"
+
+    engine = server.engine
+    engine.suspend()  # nothing ends before it is aborted
+    try:
+        asyncio.run(asyncio.wait_for(work(), 60))
+    finally:
+        engine.resume()

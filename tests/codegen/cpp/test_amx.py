@@ -239,12 +239,14 @@ Functions = dict[str, list[tuple[int, str, str]]]
 
 @lru_cache(maxsize=2)
 def disassembled(isa: str) -> Functions:
-    """Products as they are compiled for `isa`."""
+    """Products as they are compiled for `isa` in an artifact, whatever flags the other tests are compiled with."""
     if shutil.which("objdump") is None:
         pytest.skip("objdump is not on PATH")
     if any("-fsanitize" in flag for flag in cpp_build.FLAGS):
         pytest.skip("not the code that an artifact holds")
-    library = build([Unit(SOURCE)], HEADERS, (isa,))[isa]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("INFERC_CXXFLAGS", raising=False)
+        library = build([Unit(SOURCE)], HEADERS, (isa,))[isa]
     text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True)
     found: Functions = {}
     for line in text.stdout.splitlines():
@@ -292,6 +294,7 @@ def test_what_four_bits_cost_on_tiles() -> None:
     assert all_of_it["vmovdqu64"] == made + made // 4  # and the loads
 
 
+@pytest.mark.slow
 def test_only_the_library_for_amx_has_tiles() -> None:
     def used(isa: str) -> set[str]:
         return {
