@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -131,9 +132,20 @@ def target_isas() -> tuple[str, ...]:
     return tuple(isa for isa in ISAS if not wanted or isa in wanted)
 
 
-@lru_cache(maxsize=1)
+_scratch_lock = threading.Lock()
+
+
 def _scratch() -> tempfile.TemporaryDirectory[str]:
-    """Return the temporary folder of what no cache takes; it is removed when the process ends."""
+    """Return the temporary folder of what no cache takes; it is removed when the process ends.
+
+    A cache alone does not keep two threads from making a folder each, of which the one that is not kept is removed.
+    """
+    with _scratch_lock:
+        return _make_scratch()
+
+
+@lru_cache(maxsize=1)
+def _make_scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="inferc-")
 
 

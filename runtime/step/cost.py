@@ -6,7 +6,7 @@ every sequence its sampling, every key is read, and prompts pay for each pair of
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class StepWork:
 
     @property
     def row(self) -> F64:
-        return np.array((1.0, *astuple(self)))
+        return np.array((1.0, self.tokens, self.sequences, self.keys, self.pairs))
 
 
 class FadingMean:

@@ -1,7 +1,13 @@
 """Building libraries: kept in the cache where there is one, and built all the same where there is none."""
 
 import ctypes
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
+from typing import Any
 
 import pytest
 
@@ -36,6 +42,23 @@ def test_a_cache_that_cannot_be_written(
     assert answer(library) == 2
     assert "kernels are built without a cache: set INFERC_CACHE" in caplog.text
     assert build([Unit(SOURCE % 2)], (), ("avx2",))["avx2"] == library
+
+
+def test_threads_that_build_at_once_share_their_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were there a folder for each, the one that nobody keeps would be removed while a compiler writes to it."""
+    original, both = tempfile.TemporaryDirectory, Barrier(2)
+
+    def made(**options: Any) -> tempfile.TemporaryDirectory[str]:
+        with suppress(BrokenBarrierError):  # as where one thread alone comes here
+            both.wait(0.2)
+        return original(**options)
+
+    monkeypatch.setattr(cpp_build, "_make_scratch", lru_cache(maxsize=1)(cpp_build._make_scratch.__wrapped__))
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", made)
+    with ThreadPoolExecutor(2) as threads:
+        one, two = threads.map(lambda _: cpp_build._scratch(), range(2))
+    assert one is two
+    one.cleanup()
 
 
 def test_a_machine_without_kernels_or_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
