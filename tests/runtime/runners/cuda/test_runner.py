@@ -176,28 +176,52 @@ def test_an_artifact_for_a_gpu_has_the_same_bytes_again(portable: Path, tmp_path
     assert (tmp_path / "again" / "engine.json").read_bytes() == (portable / "llama" / "engine.json").read_bytes()
 
 
-@pytest.mark.slow
+def given_code(folder: Path) -> Callable[..., Any]:
+    """`write_code` that gives each chip the kernels which the artifact in `folder` has for sm_90."""
+    rows = [row for row in read_manifest(folder)["kernels"] if "registers" in row]
+
+    def write(_: Any, archs: Iterable[str], add: Callable[[str, bytes], None], *_others: Any, with_ptx: bool) -> Any:
+        assert not with_ptx, "the PTX that is there is for every chip"
+        for arch in archs:
+            for path in (folder / "kernels" / "sm_90").iterdir():
+                add(f"kernels/{arch}/{path.name}", path.read_bytes())
+        return {}, [{**row, "target": f"cuda:{arch}"} for arch in archs for row in rows]
+
+    return write
+
+
 def test_another_chip_leaves_the_weights_alone(
-    portable: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    artifacts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "out"
-    shutil.copytree(portable / "llama", out)
+    shutil.copytree(artifacts / "llama", out)
     sign_artifact(out, Ed25519PrivateKey.generate())
     (weights,) = out.glob("*.safetensors")
     before = weights.stat().st_ino
-    summary = add_target(portable / "models" / "llama", out, CompileConfig(target="cuda:sm_80"))
+    with mock.patch.object(code, "write_code", given_code(out)):
+        summary = add_target(artifacts / "models" / "llama", out, CompileConfig(target="cuda:sm_80"))
     assert weights.stat().st_ino == before
     assert not (out / "signature.json").exists(), "nobody signed what was added"
     assert f"its signature is gone; sign it again: inferc sign {out} --key KEY" in caplog.text
     assert summary.config.target == "cuda:sm_90,sm_80"
     loaded = load_artifact(out)
     assert loaded.manifest.targets == ["cuda:sm_90", "cuda:sm_80"]
+    assert loaded.entry.cubins == {"sm_90": "kernels/sm_90", "sm_80": "kernels/sm_80"}
+    cubins = [row for row in summary.kernels if "registers" in row]
+    of_chips = {
+        target: [row["name"] for row in cubins if row["target"] == target] for target in loaded.manifest.targets
+    }
+    assert of_chips["cuda:sm_80"] == of_chips["cuda:sm_90"] != []
+
+
+@pytest.mark.slow
+def test_a_chip_that_was_added_has_what_a_compile_for_both_gives_it(portable: Path, tmp_path: Path) -> None:
+    model, out = portable / "models" / "llama", tmp_path / "out"
+    shutil.copytree(portable / "llama", out)
+    add_target(model, out, CompileConfig(target="cuda:sm_80"))
+    compile(model, tmp_path / "both", CompileConfig(target="cuda:sm_90,sm_80", certify="none"))
+    loaded = load_artifact(out)
     assert set(loaded.entry.cubins) == {"sm_90", "ptx", "sm_80"}
-    compile(
-        portable / "models" / "llama",
-        tmp_path / "both",
-        CompileConfig(target="cuda:sm_90,sm_80", certify="none"),
-    )
     assert load_artifact(tmp_path / "both").manifest.files == loaded.manifest.files
 
 
