@@ -101,7 +101,7 @@ ALIKE |= {
 ALIKE |= {"mpt", "gptj", "gpt_neox_japanese", "xglm", "codegen", "qwen3", "gemma2"}
 
 
-@pytest.mark.quick("gpt2")
+@pytest.mark.quick("deepseek_v3", "gpt2", "llama4_text")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in FAMILIES]
 )

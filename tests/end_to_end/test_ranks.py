@@ -90,7 +90,7 @@ def generated(path: Path) -> list[list[int]]:
         return [list(result.outputs[0].token_ids) for result in llm.generate(prompts(), params)]
 
 
-@pytest.mark.quick("ep2")
+@pytest.mark.quick("ep2", "pp2")
 @pytest.mark.parametrize(
     "name", ["tp2", "pp2", "ep2", pytest.param("tp2-pp2", marks=slow), pytest.param("ep3", marks=slow)]
 )
