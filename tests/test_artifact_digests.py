@@ -15,10 +15,11 @@ def assert_as_recorded(*names: str) -> None:
         pytest.skip(f"the digests are of other versions: {RECORDED['versions']}")
     for name in names:
         model, option = name.split()
-        found = digests([model], options=[option])["artifacts"]
-        assert isinstance(found, dict)
-        assert found[name] == RECORDED["artifacts"][name], (
-            f"{name} is compiled otherwise than before; if that is meant, record it: python tools/artifact_digests.py"
+        found = differences(
+            {**RECORDED, "artifacts": {name: RECORDED["artifacts"][name]}}, digests([model], options=[option])
+        )
+        assert not found, (
+            f"{found}: compiled otherwise than before; if that is meant, record it: python tools/artifact_digests.py"
             " -o tests/artifact_digests.json"
         )
 
@@ -36,9 +37,12 @@ def test_comments_are_no_code() -> None:
 
 
 def test_differences_are_named() -> None:
-    of = {"torch": "1"}
-    before: dict[str, Any] = {"versions": of, "artifacts": {"a int8": {"weights": "x", "graph": "y"}, "b": {}}}
-    after: dict[str, Any] = {"versions": of, "artifacts": {"a int8": {"weights": "x", "graph": "z"}}}
+    of: dict[str, Any] = {"versions": {"torch": "1"}, "processor": {"isa": "amx"}}
+    before: dict[str, Any] = {**of, "artifacts": {"a int8": {"weights": "x", "graph": "y"}, "b": {}}}
+    after: dict[str, Any] = {**of, "artifacts": {"a int8": {"weights": "x", "graph": "z"}}}
     assert differences(before, before) == []
     assert differences(before, after) == ["a int8: graph differs", "b: only before"]
     assert differences(before, {**after, "versions": {"torch": "2"}})[0].startswith("not comparable")
+    one, other = ({**of, "artifacts": {"a": {"certificate.json": digest}}} for digest in "xy")
+    assert differences(one, other) == ["a: certificate.json differs"]
+    assert differences(one, {**other, "processor": {"isa": "avx2"}}) == []
