@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from torch import fx
 
 from inferc.ir.program import Program, dtype_name, target_name
+from inferc.manifest_types import RowKind
 
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.slice.Tensor)
-ROWS = {"token_ids": "tokens", "logits_rows": "rows"}  # inputs of the step, and the kind of their rows
+# The inputs of the step, and the kind of their rows.
+ROWS: dict[str, RowKind] = {"token_ids": "tokens", "logits_rows": "rows"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Segment:
     inputs: dict[str, fx.Node]
     outputs: dict[str, fx.Node]
     engine: str
-    rows: str
+    rows: RowKind
 
     @property
     def layer(self) -> int | None:
@@ -69,7 +71,7 @@ def stays_inside(node: fx.Node) -> bool:
     return segment_of(node) is not None and all(segment_of(each) == segment_of(node) for each in readers(node))
 
 
-def row_kinds(program: Program) -> dict[str, str]:
+def row_kinds(program: Program) -> dict[str, RowKind]:
     """Return the kind of rows of values, "tokens" or "rows", by the symbol of their axis 0."""
     return {str(node.meta["val"].shape[0]): ROWS[node.name] for node in program.inputs() if node.name in ROWS}
 
@@ -111,7 +113,7 @@ def _inputs(nodes: list[fx.Node]) -> dict[str, fx.Node]:
 
 
 def _signature(
-    nodes: list[fx.Node], inputs: dict[str, fx.Node], outputs: dict[str, fx.Node], kinds: dict[str, str]
+    nodes: list[fx.Node], inputs: dict[str, fx.Node], outputs: dict[str, fx.Node], kinds: Mapping[str, str]
 ) -> str:
     """Return a digest that is equal for segments that one engine can compute.
 
@@ -139,7 +141,7 @@ def _signature(
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 
 
-def _type(node: fx.Node, kinds: dict[str, str]) -> list[Any]:
+def _type(node: fx.Node, kinds: Mapping[str, str]) -> list[Any]:
     value = node.meta["val"]
     if isinstance(value, tuple):  # it stays inside the segment: others read its parts
         return []

@@ -9,24 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from inferc.arena import Pool
 from inferc.errors import UnsupportedError
-from inferc.ir.program import Program, name_of, target_name
-
-
-class Place(Protocol):
-    """The place of one value in the memory plan."""
-
-    @property
-    def pool(self) -> str: ...  # "T", "S", "B" or "sample"
-    @property
-    def row_bytes(self) -> int: ...  # bytes from one row to the next
-    @property
-    def offset(self) -> int: ...  # bytes per row in front of it in its pool
+from inferc.ir.program import Program, dtype_name, name_of, target_name
+from inferc.manifest_types import Observable, Place
 
 
 @dataclass(frozen=True)
@@ -34,7 +25,7 @@ class Operand:
     """A value as a kernel reads or writes it."""
 
     dtype: torch.dtype
-    pool: str
+    pool: Pool
     offset: int
     column: int  # in bytes
     stride: int  # in elements
@@ -147,3 +138,10 @@ def _sizes(node: fx.Node) -> list[int]:
     value = node.meta["val"]
     assert isinstance(value, Tensor), f"{node.name} is not one tensor"
     return [int(size) for size in value.shape[1:]]
+
+
+def observable(node: fx.Node, number: int) -> Observable:
+    """Return the entry of `observable` in program.json for a value that a step writes into the arena."""
+    value = node.meta["val"]
+    shape = [int(size) for size in value.shape[1:]]
+    return Observable(number, name_of(node), node.meta.get("layer"), dtype_name(value.dtype), shape)

@@ -10,23 +10,26 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 
-from inferc.arena import SAMPLE_ROWS
-from inferc.codegen.cpp.blocking import CORES, Product, choices
+from inferc.arena import SAMPLE_ROWS, Pool
+from inferc.codegen.cpp.blocking import CORES, Choice, Product, choices
 from inferc.codegen.cpp.calls import moe, ranks
 from inferc.codegen.cpp.table import KERNELS
 from inferc.codegen.cpp.values import POOLS, Call, Slot, cpp_type, row_count
 from inferc.codegen.kernel import Kernel
 from inferc.codegen.select import chosen_kernel, needs_kernel
-from inferc.codegen.values import Place, Values, outputs
+from inferc.codegen.values import Values, observable, outputs
 from inferc.ir.program import KVGroup, Program, ancestors, dtype_name, name_of, target_name
 from inferc.manifest import align
+from inferc.manifest_types import Place, Tiling
+from inferc.manifest_types import Product as StoredProduct
 
 ABI = 1
 MAX_UNSYNCED = 6  # calls between two barriers; each takes at most two of team.h's MAX_TICKETS
@@ -65,6 +68,7 @@ class CppUnit:
     source: str
     parts: tuple[str, ...]  # the other units: one for each kernel that is called, and one with the entry points
     headers: tuple[str, ...]  # file names in codegen/cpp/kernels; all units include COMMON_HEADER first
+    arena: dict[str, int]  # the coefficients of the arena's size, keyed as `MemoryFormula`
     program_json_fields: dict[str, Any]
     own_headers: Mapping[str, str] = field(default_factory=dict)  # headers of a user's kernels: file name to text
     leaves_templates: bool = True  # every template that `source` calls is instantiated in `parts`
@@ -73,11 +77,6 @@ class CppUnit:
     def whole(self) -> str:
         """The source and all parts as one unit, which g++ compiles as well."""
         return "\n".join((self.source, *self.parts))
-
-    @property
-    def arena(self) -> dict[str, int]:
-        """The coefficients of the arena's size, keyed as `MemoryFormula`."""
-        return dict(self.program_json_fields["arena"])
 
 
 HEADERS = (
@@ -120,7 +119,7 @@ class Block:
 def emit(
     program: Program,
     places: Mapping[str, Place],
-    pools: Mapping[str, int],
+    pools: Mapping[Pool, int],
     kernels: tuple[Kernel, ...] = KERNELS,
     own_headers: Mapping[str, str] = MappingProxyType({}),
 ) -> CppUnit:
@@ -155,19 +154,21 @@ def emit(
     products = {call.product.name: call.product for call in (*step, *head) if call.product}
     blockings = _blockings([products[name] for name in sorted(products)])
     source = _source(program, arena, [*blockings, *tables], body, head_body, list(own_headers))
+    formula = _formula(arena)
     fields = {
         "abi": ABI,
-        "arena": _formula(arena),
+        "arena": formula,
         "inputs": [node.name for node in program.inputs()],
         "weights": list(program.weights),
-        "observable": [_observable(node, number) for node, number in numbers.items()],
-        "products": [_product(each, step) for each in products.values()],
+        "observable": [observable(node, number) for node, number in numbers.items()],
+        "products": [_stored_product(each, step) for each in products.values()],
         "kv_layout": _kv_layout(program),
         "vocab_size": _vocab_size(program),
     }
     # A user's kernel that is no template is inline in this unit, and may use templates that no part instantiates.
     leaves_templates = all("<" in kernel for kernel, own in apart if own)
-    return CppUnit(source, _parts(apart, list(own_headers)), HEADERS, fields, own_headers, leaves_templates)
+    parts, stored = _parts(apart, list(own_headers)), msgspec.to_builtins(fields)
+    return CppUnit(source, parts, HEADERS, formula, stored, own_headers, leaves_templates)
 
 
 def _vocab_size(program: Program) -> int:
@@ -192,7 +193,7 @@ def _calls(program: Program, values: Values, nodes: Sequence[fx.Node], kernels: 
 # ------------------------------------------------------------------------------------------------ memory
 
 
-def _arena(program: Program, pools: Mapping[str, int]) -> dict[str, int]:
+def _arena(program: Program, pools: Mapping[Pool, int]) -> dict[str, int]:
     """Return the fields of `Arena` in step.h, in order."""
     scratch = {"const": 0, "T": 0, "S": 0}
     for node in program.graph.nodes:
@@ -264,17 +265,6 @@ def _pool(group: KVGroup, block_size: int) -> str:
     kind = "LATENTS" if group.kind == "latent" else "KEYS_VALUES"
     sizes = f"{len(group.layers)}, {block_size}, {group.num_kv_heads}, {group.head_dim}"
     return f"{{{kind}, {dtype_name(group.dtype).upper()}, {sizes}}}"
-
-
-def _observable(node: fx.Node, number: int) -> dict[str, Any]:
-    value = node.meta["val"]
-    return {
-        "id": number,
-        "name": name_of(node),
-        "layer": node.meta.get("layer"),
-        "dtype": dtype_name(value.dtype),
-        "shape": [int(size) for size in value.shape[1:]],
-    }
 
 
 # -------------------------------------------------------------------------------------------------- text
@@ -434,21 +424,16 @@ def _blockings(products: Sequence[Product]) -> list[str]:
     return [*lines, "#endif"]
 
 
-def _product(product: Product, made: Sequence[Call]) -> dict[str, Any]:
+def _stored_product(product: Product, made: Sequence[Call]) -> StoredProduct:
     """Return a product as program.json has it: the nodes of the step that compute it, and its blockings."""
     nodes = {name_of(node) for call in made if call.product == product for node, _, _ in call.outputs}
-    return {
-        "nodes": sorted(nodes),
-        "n": product.n,
-        "k": product.k,
-        "row_bytes": product.row_size,
-        "weight_bytes": product.weight_bytes,
-        "choices": {
-            isa: [{"up_to": each.up_to, **asdict(each.blocking), "of_peak": round(each.of_peak, 3)} for each in chosen]
-            for isa in CORES
-            for chosen in [choices(isa, product)]
-        },
-    }
+    tilings = {isa: [_tiling(each) for each in choices(isa, product)] for isa in CORES}
+    return StoredProduct(sorted(nodes), product.n, product.k, product.row_size, product.weight_bytes, tilings)
+
+
+def _tiling(choice: Choice) -> Tiling:
+    blocking = choice.blocking
+    return Tiling(choice.up_to, blocking.rows, blocking.k_bytes, blocking.pairs, round(choice.of_peak, 3))
 
 
 def _source(

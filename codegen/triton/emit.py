@@ -1,6 +1,6 @@
 """The step of a lowered program as a list of launches, and the kernels that they name.
 
-A launch is data: which kernel runs for how many rows, and where each of its arguments lies (see `calls.Call`). Whoever
+A launch is data: which kernel runs for how many rows, and where each of its arguments lies. Whoever
 runs it computes each address once, since a value's place does not depend on the step. Nodes that TensorRT computes
 become a call of an engine, which stands among the launches and is data too.
 """
@@ -11,8 +11,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 from torch import fx
 
 from inferc.codegen.kernel import Kernel
@@ -24,13 +25,14 @@ from inferc.codegen.triton.aot.launch import FAST, INVARIANT, SHARED
 from inferc.codegen.triton.aot.occupancy import PROGRAMS
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.aot.tuning import library_choice, tuned
-from inferc.codegen.triton.calls.builder import Call, Choice
+from inferc.codegen.triton.calls.builder import Call
 from inferc.codegen.triton.calls.sampling import sampling_launches
 from inferc.codegen.triton.calls.sampling import scratch as sampling_scratch
 from inferc.codegen.triton.table import KERNELS
-from inferc.codegen.values import Operand, Place, Values, outputs
+from inferc.codegen.values import Operand, Values, observable, outputs
 from inferc.errors import UnsupportedError
-from inferc.ir.program import Program, ancestors, dtype_name, name_of
+from inferc.ir.program import Program, ancestors, name_of
+from inferc.manifest_types import Choice, Launch, Launches, Observable, Place, Scratch, SharedPrefixes, Where, Written
 
 DIGEST_LENGTH = 10
 KV_ORDER = "block, layer, kv head, k v, token, head_dim"
@@ -40,52 +42,32 @@ KV_ORDER = "block, layer, kv head, k v, token, head_dim"
 class CudaStep:
     """The launches, scratch memory and kernels that run a program, as data.
 
-    `launches` has these parts:
-
-    - "begin": what runs once per step, before everything else.
-    - "step": what computes the rows that the LM head reads.
-    - "head": the LM head, for a limited number of these rows at a time.
-    - "sample": from the logits of these rows to token ids.
-    - "score": from their logits to the likelihood of given tokens.
-
-    A launch of a kernel is {"node", "layer", "rows", "only", "order", "choices": [{"kernel", "up_to"}], "arguments",
-    "writes"}, see `calls.Call`. The sampling kernels also have arguments of the forms {"state": name} and
-    {"output": name}.
-
-    A call of an engine is {"node", "layer", "rows", "engine", "num_ops", "shapes", "arguments", "writes"}. "shapes"
-    has, by name, the shapes of the engine's tensors that depend on the step, with "tokens" or "rows" as the first axis.
-
-    `scratch` is memory that belongs to launches and is zero at first, by name. Its size in bytes is the sum of "const",
-    "per_token" and "per_seq" for each token and sequence of a step, and "per_row" for each row that is sampled at a
-    time. With "order", only that order of addition needs it.
-
-    `observable` lists the values that launches write, by "id". `shared_prefixes` says for each KV group how many
-    sequences with a common prefix have it read once ("members"), and of what number of keys that prefix is a multiple
-    ("keys"). `sources` holds the kernels by name.
+    scratch: the memory that belongs to launches, by name. observable: the values that launches write. shared_prefixes:
+    by the number of a KV group. sources: the kernels, by name.
     """
 
-    launches: dict[str, list[dict[str, Any]]]
-    scratch: dict[str, dict[str, Any]]
-    observable: list[dict[str, Any]]
-    shared_prefixes: dict[str, dict[str, int]]
+    launches: Launches
+    scratch: dict[str, Scratch]
+    observable: list[Observable]
+    shared_prefixes: dict[str, SharedPrefixes]
     sources: dict[str, Source]
 
     @property
     def program_json_fields(self) -> dict[str, Any]:
         """The fields of program.json that the runner reads."""
-        return {
+        fields = {
             "launches": self.launches,
             "scratch": self.scratch,
             "observable": self.observable,
             "shared_prefixes": self.shared_prefixes,
             "kv_layout": {"order": KV_ORDER},
         }
+        return cast("dict[str, Any]", msgspec.to_builtins(fields))
 
     @property
     def for_many_rows(self) -> set[str]:
         """The kernels of the fast order that take any number of rows, in whose place a library may compute."""
-        launches = (launch for part in self.launches.values() for launch in part)
-        return {launch["choices"][-1]["kernel"] for launch in launches if launch.get("order") == FAST}
+        return {launch.choices[-1].kernel for launch in self.launches if launch.order == FAST}
 
     def compile(self, arch: str, builders: Builders, *, assemble: bool = True) -> Iterator[tuple[str, Cubin]]:
         """Yield (name of a kernel, its cubin) for each kernel, compiled for one chip.
@@ -137,21 +119,8 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
     values = Values(program, places, sampled)
     head = made.launches(values, [node for node in program.graph.nodes if node in sampled])
     at = values.operand(logits)
-    where = {"value": at.pool, "offset": at.offset, "column": at.column, "stride": at.stride}
-    around = {
-        name: [
-            made.add(Call(None, kernel, rows, (Choice(source),), arguments, []))
-            for kernel, rows, source, arguments in each
-        ]
-        for name, each in sampling_launches(at.width, where).items()
-    }
-    launches = {
-        "begin": [*around["begin"], *made.begin],
-        "step": step,
-        "head": head,
-        "sample": around["sample"],
-        "score": around["score"],
-    }
+    around = {name: [made.add(call) for call in calls] for name, calls in sampling_launches(at).items()}
+    launches = Launches([*around["begin"], *made.begin], step, head, around["sample"], around["score"])
     scratch = {**sampling_scratch(at.width), **made.scratch}
     return CudaStep(launches, scratch, made.observable, made.shared_prefixes, made.sources)
 
@@ -163,13 +132,13 @@ class _Emission:
     kernels: tuple[Kernel, ...]
     orders: tuple[str, ...]  # the orders of addition for which launches are made
     sources: dict[str, Source] = field(default_factory=dict)
-    observable: list[dict[str, Any]] = field(default_factory=list)
-    scratch: dict[str, dict[str, Any]] = field(default_factory=dict)
-    begin: list[dict[str, Any]] = field(default_factory=list)
-    shared_prefixes: dict[str, dict[str, int]] = field(default_factory=dict)
+    observable: list[Observable] = field(default_factory=list)
+    scratch: dict[str, Scratch] = field(default_factory=dict)
+    begin: list[Launch] = field(default_factory=list)
+    shared_prefixes: dict[str, SharedPrefixes] = field(default_factory=dict)
     numbers: dict[fx.Node, int] = field(default_factory=dict)
 
-    def launches(self, values: Values, nodes: Sequence[fx.Node]) -> list[dict[str, Any]]:
+    def launches(self, values: Values, nodes: Sequence[fx.Node]) -> list[Launch]:
         """Return the launches of nodes: one or several for each node, and one for all nodes of a segment."""
         made = []
         segments = {segment.nodes[0]: segment for segment in segments_of(values.program)}
@@ -182,79 +151,70 @@ class _Emission:
                 made += [self.add(call) for call in every if not call.order or call.order in self.orders]
         return made
 
-    def add(self, call: Call) -> dict[str, Any]:
+    def add(self, call: Call) -> Launch:
         named = []
         for choice in call.choices:
             name = kernel_name(call.kernel, choice.source)
             self.sources[name] = choice.source
-            named.append({"kernel": name, "up_to": choice.up_to})
+            named.append(Choice(name, choice.up_to))
         for each in map(self.add, call.begin):
             if each not in self.begin:
                 self.begin.append(each)
         for name, each_size in call.scratch.items():
-            size = {**each_size, **({"order": call.order} if call.order else {})}
+            size = msgspec.structs.replace(each_size, order=call.order or None)
             assert self.scratch.setdefault(name, size) == size, (
                 f"{call.kernel}: {name} is {self.scratch[name]} elsewhere"
             )
         if call.only == SHARED and "cache_ptr" in call.arguments:
             constants = call.choices[0].source.constants
             members = int(constants["BLOCK_M"]) // int(constants["GROUP"])
-            of_group = self.shared_prefixes.setdefault(str(call.arguments["cache_ptr"]["cache"]), {})
-            of_group["members"] = min(members, of_group.get("members", members))
-            of_group["keys"] = int(constants["UNIT"])
-        return {
-            "node": call.kernel if call.node is None else name_of(call.node),
-            "layer": None if call.node is None else call.node.meta.get("layer"),
-            "rows": call.rows,
-            **({"only": call.only} if call.only else {}),
-            **({"order": call.order} if call.order else {}),
-            "choices": named,
-            "arguments": call.arguments,
-            "writes": [self._observed(value, operand) for value, operand in call.writes],
-        }
+            group = str(call.arguments["cache_ptr"].cache)
+            if group in self.shared_prefixes:
+                members = min(members, self.shared_prefixes[group].members)
+            self.shared_prefixes[group] = SharedPrefixes(members, int(constants["UNIT"]))
+        return Launch(
+            node=call.kernel if call.node is None else name_of(call.node),
+            layer=None if call.node is None else call.node.meta.get("layer"),
+            rows=call.rows,
+            only=call.only,
+            order=call.order or None,
+            choices=named,
+            arguments=call.arguments,
+            writes=[self._observed(value, operand) for value, operand in call.writes],
+        )
 
-    def engine_call(self, segment: Segment, values: Values) -> dict[str, Any]:
+    def engine_call(self, segment: Segment, values: Values) -> Launch:
         given = {**segment.inputs, **segment.outputs}
         sizes = {name: node.meta["val"].shape for name, node in given.items() if node.op != "get_attr"}
         kinds = row_kinds(values.program)
-        return {
-            "node": f"segment {segment.number}",
-            "layer": segment.layer,
-            "rows": segment.rows,
-            "engine": segment.engine,
-            "num_ops": len(segment.nodes),
-            "shapes": {name: [kinds[str(first)], *map(int, rest)] for name, (first, *rest) in sizes.items()},
-            "arguments": {name: _in_a_row(node, values) for name, node in given.items()},
-            "writes": [self._observed(node, values.operand(node)) for node in segment.outputs.values()],
-        }
+        return Launch(
+            node=f"segment {segment.number}",
+            layer=segment.layer,
+            rows=segment.rows,
+            engine=segment.engine,
+            num_ops=len(segment.nodes),
+            shapes={name: [kinds[str(first)], *map(int, rest)] for name, (first, *rest) in sizes.items()},
+            arguments={name: _in_a_row(node, values) for name, node in given.items()},
+            writes=[self._observed(node, values.operand(node)) for node in segment.outputs.values()],
+        )
 
-    def _observed(self, node: fx.Node, at: Operand) -> dict[str, Any]:
+    def _observed(self, node: fx.Node, at: Operand) -> Written:
         """Return where a value lies, and its number among the observable ones."""
-        value = node.meta["val"]
         if node not in self.numbers:
             self.numbers[node] = len(self.numbers)
-            self.observable.append(
-                {
-                    "id": self.numbers[node],
-                    "name": name_of(node),
-                    "layer": node.meta.get("layer"),
-                    "dtype": dtype_name(value.dtype),
-                    "shape": [int(size) for size in value.shape[1:]],
-                }
-            )
-        place = {"value": at.pool, "offset": at.offset, "column": at.column, "stride": at.stride}
-        return {"id": self.numbers[node], **place}
+            self.observable.append(observable(node, self.numbers[node]))
+        return Written(self.numbers[node], at.pool, at.offset, at.column, at.stride)
 
 
-def _in_a_row(node: fx.Node, values: Values) -> dict[str, Any]:
+def _in_a_row(node: fx.Node, values: Values) -> Where:
     """Return the place of an engine's input or output, after asserting that its rows are contiguous in memory."""
     if node.op == "get_attr":
-        return {"weight": str(node.target)}
+        return Where(weight=str(node.target))
     if node.op == "placeholder":
-        return {"input": node.name}
+        return Where(input=node.name)
     at = values.operand(node)
     assert at.stride == at.width and not at.column, f"{name_of(node)}: rows of {at.width} elements, {at.stride} apart"
-    return {"value": at.pool, "offset": at.offset, "column": 0}
+    return Where(at.pool, offset=at.offset, column=0)
 
 
 def kernel_name(kernel: str, source: Source) -> str:

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, fx
 
-from inferc.arena import POOLS, ROW_ALIGNMENT, Arena, MostRows
+from inferc.arena import POOLS, ROW_ALIGNMENT, Arena, MostRows, Pool
 from inferc.codegen.segments import segment_of, stays_inside
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.ir.program import Program, ancestors
+from inferc.manifest_types import Place
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 VIEWS = (aten.view.default, aten.slice.Tensor)
@@ -40,23 +43,11 @@ HIDDEN_IN = "hidden_in"
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a value's rows in a pool, [offset, offset + row_bytes), counted in bytes per row.
-
-    row_bytes is the distance from one row to the next and includes the row's padding.
-    """
-
-    pool: str
-    row_bytes: int
-    offset: int
-
-
-@dataclass(frozen=True)
 class Value:
     """A tensor that needs a place; it is live from call `first` to call `last` of the graph, both included."""
 
     name: str
-    pool: str
+    pool: Pool
     row_bytes: int
     first: int
     last: int
@@ -75,7 +66,7 @@ class MemoryPlan:
     """
 
     values: dict[str, Place]
-    pools: dict[str, int]
+    pools: Mapping[Pool, int]
 
     @property
     def arena(self) -> Arena:
@@ -96,10 +87,7 @@ class MemoryPlan:
         return self.arena.address(place.pool, place.offset, MostRows.of(num_tokens, num_rows, num_seqs))
 
     def to_json(self) -> dict[str, Any]:
-        values = {
-            name: {"pool": p.pool, "row_bytes": p.row_bytes, "offset": p.offset} for name, p in self.values.items()
-        }
-        return {"values": values, "pools": self.pools, "formula": self.formula}
+        return {"values": msgspec.to_builtins(self.values), "pools": dict(self.pools), "formula": self.formula}
 
 
 NO_PLAN = MemoryPlan({}, dict.fromkeys(POOLS, 0))
@@ -126,8 +114,8 @@ def live_values(program: Program) -> list[Value]:
         value = node.meta["val"]
         if node.target in VIEWS or not isinstance(value, Tensor) or _is_cache(node) or stays_inside(node):
             continue
-        pool = axes.get(str(value.shape[0]), "") if node in step else "sample"
-        if not pool:
+        pool: Pool | None = axes.get(str(value.shape[0])) if node in step else "sample"
+        if pool is None:
             name = node.meta.get("name", node.name)
             raise UnsupportedError(f"{name}: axis 0 is {value.shape[0]}; expected tokens, logits rows or sequences")
         row_bytes = math.prod(int(size) for size in value.shape[1:]) * value.dtype.itemsize
@@ -184,9 +172,9 @@ def _is_cache(node: fx.Node) -> bool:
     return node.target in (inferc.kv_write.default, inferc.latent_write.default)
 
 
-def _row_axes(program: Program) -> dict[str, str]:
+def _row_axes(program: Program) -> dict[str, Pool]:
     inputs = {node.name: node for node in program.inputs()}
-    named = {"T": "token_ids", "S": "logits_rows", "B": "seq_lens"}
+    named: dict[Pool, str] = {"T": "token_ids", "S": "logits_rows", "B": "seq_lens"}
     return {str(inputs[name].meta["val"].shape[0]): pool for pool, name in named.items() if name in inputs}
 
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
-POOLS = ("T", "S", "B", "sample")
+Pool: TypeAlias = Literal["T", "S", "B", "sample"]
+POOLS: tuple[Pool, ...] = get_args(Pool)
 ROW_ALIGNMENT = 64  # the number of rows that a pool is sized for is a multiple of this
 SAMPLE_ROWS = 64  # the most rows whose logits exist at a time, unless a runner says otherwise
 
@@ -38,7 +40,7 @@ class MostRows:
         """Return the rows for steps of at most so many tokens, logits rows and sequences, rounded up by align_rows."""
         return MostRows(align_rows(tokens), align_rows(rows), align_rows(seqs), sample)
 
-    def of_pool(self, pool: str) -> int:
+    def of_pool(self, pool: Pool) -> int:
         return {"T": self.tokens, "S": self.rows, "B": self.seqs, "sample": self.sample}[pool]
 
 
@@ -46,13 +48,13 @@ class MostRows:
 class Arena:
     """The pools of an arena, with the bytes per row of each."""
 
-    pools: Mapping[str, int]
+    pools: Mapping[Pool, int]
 
     def num_bytes(self, most: MostRows) -> int:
         """Return the bytes of all pools, without scratch."""
         return sum(size * most.of_pool(pool) for pool, size in self.pools.items())
 
-    def address(self, pool: str, offset: int, most: MostRows) -> int:
+    def address(self, pool: Pool, offset: int, most: MostRows) -> int:
         """Return the offset in the arena at which a value begins that has `offset` bytes per row in its pool."""
         before = POOLS[: POOLS.index(pool)]
         return sum(self.pools[each] * most.of_pool(each) for each in before) + offset * most.of_pool(pool)

@@ -8,12 +8,13 @@ only shown to people, may be anything. Imports neither torch nor numpy.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from inferc.arena import Arena, align_rows
+from inferc.arena import Arena, Pool, align_rows
 from inferc.system.json_text import parse_json
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
@@ -22,7 +23,7 @@ Small = Annotated[int, Meta(ge=0, le=1 << 20)]  # an index or count by which tab
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Shape = Annotated[list[Count | str], Meta(min_length=1)]  # a size that depends on the step is a name
-Pool = Literal["T", "S", "B", "sample"]
+RowKind: TypeAlias = Literal["tokens", "rows", "seqs"]  # what a kernel has a row for
 Type = TypeVar("Type")
 
 
@@ -230,6 +231,11 @@ class StoredWeight(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Place(Struct, frozen=True):
+    """The place of a value's rows in a pool, [offset, offset + row_bytes), counted in bytes per row.
+
+    row_bytes is the distance from one row to the next and includes the row's padding.
+    """
+
     pool: Pool
     row_bytes: Count
     offset: Count
@@ -250,7 +256,8 @@ class MemoryPlan(Struct, frozen=True):
 
     @property
     def arena(self) -> Arena:
-        return Arena(msgspec.structs.asdict(self.pools))
+        pools = self.pools
+        return Arena({"T": pools.T, "S": pools.S, "B": pools.B, "sample": pools.sample})
 
 
 class Observable(Struct, frozen=True):
@@ -311,25 +318,35 @@ class Graph(Struct, frozen=True):
     nodes: list[Node]
 
 
-class Where(Struct, frozen=True):
-    """The place of a launch's argument: in the arena, or the name of something that the runner holds."""
+class Where(Struct, frozen=True, omit_defaults=True):
+    """The place of a launch's argument: in the arena, or the name of something that the runner holds.
+
+    - value: a pool of the arena. The place is `offset` bytes for each of the most rows of the pool, plus `column`
+      bytes, plus `shifted` bytes for each row before those whose logits are computed.
+    - cache: the number of a KV group. The place is `offset` bytes from the start of the group's pool.
+    - counts: the sizes of the "step", or of the rows that are sampled at a time ("sample").
+    - scratch: a buffer of the program's `scratch`.
+    - none of them: the kernel does not read the argument.
+    """
 
     value: Pool | None = None
-    offset: Count | None = None  # beside `value` and `cache`
-    column: Count | None = None  # beside `value`
+    cache: Small | None = None
+    offset: Count | None = None
+    column: Count | None = None
     shifted: Count = 0
     weight: str | None = None
-    cache: Small | None = None
     input: str | None = None
-    counts: str | None = None
+    counts: Literal["step", "sample"] | None = None
     output: str | None = None
     state: str | None = None
     scratch: str | None = None
 
 
 class Choice(Struct, frozen=True):
-    up_to: Count | None
+    """A kernel that a launch uses for at most `up_to` rows, or for any number of rows if that is None."""
+
     kernel: str
+    up_to: Count | None
 
 
 class Written(Struct, frozen=True):
@@ -342,23 +359,25 @@ class Written(Struct, frozen=True):
     stride: Positive
 
 
-class Launch(Struct, frozen=True):
-    """A launch of a step on a GPU: a kernel chosen by the number of rows, or a TensorRT engine.
+class Launch(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A launch of a step on a GPU: a kernel chosen by the number of rows, or a TensorRT engine for `num_ops` ops.
 
-    order: the order of addition that needs it, or None; only: the kind of step that needs it, or "".
+    only: the kind of step that needs it, or "" for every step. order: the order of addition that needs it, or None for
+    both. shapes: the shapes of the engine's tensors that depend on the step, by name, with "tokens" or "rows" as the
+    first axis.
     """
 
-    rows: Literal["tokens", "rows", "seqs"]
-    arguments: dict[str, Where]
-    choices: list[Choice] = []
+    node: str
+    layer: Small | None
+    rows: RowKind
     engine: str | None = None
-    shapes: dict[str, list[Any]] = {}
-    order: str | None = None
-    only: str = ""
     num_ops: Count = 1
-    node: str = ""
-    layer: Small | None = None
-    writes: list[Written] = []
+    only: str = ""
+    order: str | None = None
+    choices: list[Choice] = []
+    shapes: dict[str, list[Any]] = {}
+    arguments: dict[str, Where]
+    writes: list[Written]
 
     def is_for(self, order: str) -> bool:
         """Return whether steps of this order of addition have the launch."""
@@ -366,15 +385,32 @@ class Launch(Struct, frozen=True):
 
 
 class Launches(Struct, frozen=True):
+    """The launches of a step, in parts.
+
+    - begin: what runs once per step, before everything else.
+    - step: what computes the rows that the LM head reads.
+    - head: the LM head, for a limited number of these rows at a time.
+    - sample: from the logits of these rows to token ids.
+    - score: from their logits to the likelihood of given tokens.
+    """
+
     begin: list[Launch]
     step: list[Launch]
     head: list[Launch]
     sample: list[Launch]
     score: list[Launch]
 
+    def __iter__(self) -> Iterator[Launch]:
+        for part in (self.begin, self.step, self.head, self.sample, self.score):
+            yield from part
 
-class Scratch(Struct, frozen=True):
-    """The size in bytes of a buffer that launches share, by the most that a step may hold."""
+
+class Scratch(Struct, frozen=True, omit_defaults=True):
+    """The size in bytes of a buffer that launches share: a constant, and so much for each row, token and sequence.
+
+    The buffer is zero at first. `per_row` is for each row that is sampled at a time. order: the order of addition that
+    needs the buffer, or None for both.
+    """
 
     const: Count = 0
     per_token: Count = 0
@@ -388,6 +424,8 @@ class Scratch(Struct, frozen=True):
 
 
 class SharedPrefixes(Struct, frozen=True):
+    """How many sequences with a common prefix have it read once; the prefix is a multiple of so many keys."""
+
     members: Positive
     keys: Positive
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from inferc import manifest_types
-from inferc.arena import POOLS
+from inferc.arena import POOLS, Pool
 from inferc.codegen.artifact_writer import program_json
 from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
@@ -23,20 +23,13 @@ from inferc.codegen.cpp.table import KERNELS
 from inferc.codegen.select import needs_kernel, select
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import KVGroup, Program, argument, dtype_name, new_program
-from inferc.manifest_types import KvGroup, MemoryFormula, StoredWeight
+from inferc.manifest_types import KvGroup, MemoryFormula, Place, StoredWeight
 from inferc.passes.rewrite import infer_type
 from inferc.runtime.artifact.libraries import Library
 from inferc.runtime.step.plan import SampleRows, StepPlan
 from inferc.targets import Target
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
-
-
-@dataclass(frozen=True)
-class Place:
-    pool: str
-    row_bytes: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -241,7 +234,7 @@ def choose(program: Program) -> None:
                     program.weights[weight.target] = weight_lib.pack(program.weights[weight.target], layout)
 
 
-def places(program: Program) -> tuple[dict[str, Place], dict[str, int]]:
+def places(program: Program) -> tuple[dict[str, Place], dict[Pool, int]]:
     """A memory plan without reuse: every value has its own place."""
     output: Any = program.output().args[0]
     step: set[fx.Node] = set()
@@ -253,14 +246,14 @@ def places(program: Program) -> tuple[dict[str, Place], dict[str, int]]:
             todo += node.all_input_nodes
     tokens = str(program.inputs()[0].meta["val"].shape[0])
     made: dict[str, Place] = {}
-    pools: dict[str, int] = {}
+    pools: dict[Pool, int] = {}
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, Tensor) or value.dim() == 6:
             continue
         if node.target in (aten.view.default, aten.slice.Tensor):
             continue
-        pool = "sample" if node not in step else "T" if str(value.shape[0]) == tokens else "S"
+        pool: Pool = "sample" if node not in step else "T" if str(value.shape[0]) == tokens else "S"
         size = math.prod(int(n) for n in value.shape[1:]) * value.dtype.itemsize
         made[node.name] = Place(pool, size, pools.get(pool, 0))
         pools[pool] = pools.get(pool, 0) + -(-size // 64) * 64
@@ -303,7 +296,7 @@ class Compiled:
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
         values, pools = places(self.lowered)
         plan = {
-            "values": {name: asdict(place) for name, place in values.items()},
+            "values": msgspec.to_builtins(values),
             "pools": {**dict.fromkeys(POOLS, 0), **pools},
         }
         fields = {"observable": self.unit.program_json_fields["observable"]}

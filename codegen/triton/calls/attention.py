@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,6 +22,7 @@ from inferc.codegen.triton.kernels import (
 )
 from inferc.codegen.values import Operand, Values
 from inferc.ir.program import dtype_name
+from inferc.manifest_types import Scratch, Where
 
 NUM_PROGRAMS = 296  # the most programs of decode attention on any chip: see `occupancy.PROGRAMS`
 
@@ -83,7 +83,7 @@ def paged_attention_(node: fx.Node, values: Values) -> tuple[Call, ...]:
     for name, of in (("block_table", "block_table"), ("query_start", "query_start_loc"), ("seq_lens", "seq_lens")):
         b.input(f"{name}_ptr", of)
     has_sinks, has_alibi = b.weight("sinks_ptr", "sinks"), b.weight("alibi_ptr", "alibi")
-    b.arguments["max_blocks_ptr"] = {"input": f"max_blocks_{values.cache_group(b.arg('kv_cache'))}"}
+    b.arguments["max_blocks_ptr"] = Where(input=f"max_blocks_{values.cache_group(b.arg('kv_cache'))}")
     _, heads, dim = (int(size) if at else 0 for at, size in enumerate(b.arg("q").meta["val"].shape))
     kv_heads, mask, window = int(cache.shape[4]), str(b.arg("mask")), int(b.arg("window"))
     shape = attention_tiles.AttentionShape(
@@ -145,9 +145,9 @@ def _decode_attention(
     places, scratch = _of_plan(kind, partial)
     shared = {}
     if has_shared:
-        shared = {"shared_ptr": {"input": f"shared_{cache_group}"}}
-        places["prefix_ptr"] = {"scratch": f"prefix_{kind}"}
-        scratch[f"prefix_{kind}"] = {"per_seq": attention_decode.prefix_bytes(shape.heads, shape.dim)}
+        shared = {"shared_ptr": Where(input=f"shared_{cache_group}")}
+        places["prefix_ptr"] = Where(scratch=f"prefix_{kind}")
+        scratch[f"prefix_{kind}"] = Scratch(per_seq=attention_decode.prefix_bytes(shape.heads, shape.dim))
     lengths = {name: b.arguments[name] for name in ("query_start_ptr", "seq_lens_ptr")}
     before = Builder(b.node, b.values, {**lengths, **shared, "plan_ptr": places["plan_ptr"]})
     begin = replace(before.done("attention_plan", out, planned, order=order), node=None)
@@ -167,15 +167,15 @@ def _prefix_attention(
     members = attention_decode.prefix_members(shape.group, shape.dim, shape.int8_kv)
     partial = attention_decode.partial_bytes(rows, shape.dim, NUM_PROGRAMS)
     places, scratch = _of_plan(f"{kind}_prefix", partial)
-    counts = {"counts_ptr": {"input": f"group_counts_{cache_group}"}}
-    lengths = {"seq_lens_ptr": {"input": f"group_keys_{cache_group}"}}
-    starts = {"input": f"member_start_{cache_group}"}
+    counts = {"counts_ptr": Where(input=f"group_counts_{cache_group}")}
+    lengths = {"seq_lens_ptr": Where(input=f"group_keys_{cache_group}")}
+    starts = Where(input=f"member_start_{cache_group}")
     before = Builder(b.node, b.values, {**lengths, "query_start_ptr": starts, "plan_ptr": places["plan_ptr"]})
     planned = attention_plan.attention_plan(shape.kv_heads, members, shape.mask, shape.window, NUM_PROGRAMS)
     begin = replace(before.done("attention_plan", out, planned, order=FAST, only=SHARED), node=None)
     begin = replace(begin, arguments={**begin.arguments, **counts})
-    places |= {"members_ptr": {"input": f"members_{cache_group}"}, "member_start_ptr": starts}
-    places["prefix_ptr"] = {"scratch": f"prefix_{kind}"}
+    places |= {"members_ptr": Where(input=f"members_{cache_group}"), "member_start_ptr": starts}
+    places["prefix_ptr"] = Where(scratch=f"prefix_{kind}")
     arguments = {name: at for name, at in b.arguments.items() if name not in ("seq_lens_ptr", "out_ptr")}
     each = Builder(b.node, b.values, {**arguments, **lengths, **places})
     source = attention_decode.prefix_attention(shape, NUM_PROGRAMS)
@@ -183,15 +183,15 @@ def _prefix_attention(
     return replace(call, arguments={**call.arguments, **counts})
 
 
-def _of_plan(kind: str, partial_bytes: int) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, int]]]:
+def _of_plan(kind: str, partial_bytes: int) -> tuple[dict[str, Where], dict[str, Scratch]]:
     """Return the arguments that place the scratch memory of a plan and its partial results, and its sizes."""
     none = attention_plan.plan_bytes(0)
     scratch = {
-        f"plan_{kind}": {"const": none, "per_seq": attention_plan.plan_bytes(1) - none},
-        f"partial_{kind}": {"const": partial_bytes},
-        f"arrived_{kind}": {"const": 4 * NUM_PROGRAMS},
+        f"plan_{kind}": Scratch(const=none, per_seq=attention_plan.plan_bytes(1) - none),
+        f"partial_{kind}": Scratch(const=partial_bytes),
+        f"arrived_{kind}": Scratch(const=4 * NUM_PROGRAMS),
     }
-    return {f"{name.split('_')[0]}_ptr": {"scratch": name} for name in scratch}, scratch
+    return {f"{name.split('_')[0]}_ptr": Where(scratch=name) for name in scratch}, scratch
 
 
 def rope_(node: fx.Node, values: Values) -> Call:

@@ -11,8 +11,9 @@ from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.values import Operand, Values, part
 from inferc.errors import UnsupportedError
 from inferc.ir.program import argument, name_of
+from inferc.manifest_types import RowKind, Scratch, Where
 
-ROWS = {"T": "tokens", "S": "rows", "sample": "rows"}
+ROWS: dict[str, RowKind] = {"T": "tokens", "S": "rows", "sample": "rows"}
 ALIGNMENT = 16  # bytes
 
 
@@ -28,24 +29,15 @@ class Choice:
 class Call:
     """A launch of one kernel: its variants, where its arguments lie, and which steps need it.
 
-    `choices` holds one variant for each number of rows, in ascending order. `arguments` says, as JSON, where each
-    argument of the kernel lies. An argument is one of:
-
-    - {"value": pool, "offset", "column", "shifted"}: `offset` bytes per row, times the most rows of the pool, plus
-      `column` bytes; if `shifted` is there, plus that many bytes for each row before those whose logits are computed.
-    - {"weight": name}
-    - {"input": name}
-    - {"cache": group, "offset"}: `offset` bytes from the start of the group's pool.
-    - {"counts": "step" or "sample"}
-    - {"scratch": name}: a buffer of `scratch`.
-    - {}: an argument that the kernel does not read.
+    `choices` holds one variant for each number of rows, in ascending order. `arguments` says where each argument of the
+    kernel lies.
     """
 
     node: fx.Node | None
     kernel: str
-    rows: str
+    rows: RowKind
     choices: tuple[Choice, ...]
-    arguments: dict[str, dict[str, Any]]
+    arguments: dict[str, Where]
     # The values that the launch computes, and where each lies.
     writes: list[tuple[fx.Node, Operand]]
     # PREFILL or SHARED if only such steps need the launch, "" if every step does.
@@ -53,8 +45,8 @@ class Call:
     # FAST or INVARIANT if the launch is for that order of addition alone, "" if it is for both. In the invariant order
     # a result does not depend on what else is in the batch.
     order: str = ""
-    # Scratch memory of the launch, in the form of `CudaStep.scratch`.
-    scratch: dict[str, dict[str, int]] = field(default_factory=dict)
+    # Scratch memory of the launch, by name.
+    scratch: dict[str, Scratch] = field(default_factory=dict)
     # Launches that must run once per step, before all others.
     begin: tuple[Call, ...] = ()
 
@@ -65,19 +57,15 @@ class Builder:
 
     node: fx.Node
     values: Values
-    arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    arguments: dict[str, Where] = field(default_factory=dict)
     writes: list[tuple[fx.Node, Operand]] = field(default_factory=list)
 
     def arg(self, name: str) -> Any:
         return argument(self.node, name)
 
     def place(self, name: str, operand: Operand) -> Operand:
-        self.arguments[name] = {
-            "value": operand.pool,
-            "offset": operand.offset,
-            "column": operand.column,
-            **({"shifted": operand.stride * operand.dtype.itemsize} if operand.shifted else {}),
-        }
+        shifted = operand.stride * operand.dtype.itemsize if operand.shifted else 0
+        self.arguments[name] = Where(operand.pool, offset=operand.offset, column=operand.column, shifted=shifted)
         return operand
 
     def read(self, name: str, of: str) -> Operand:
@@ -98,7 +86,7 @@ class Builder:
             return False
         if not isinstance(node, fx.Node) or node.op != "get_attr":
             raise UnsupportedError(f"{name_of(self.node)}: {of} must be a weight")
-        self.arguments[name] = {"weight": str(node.target)}
+        self.arguments[name] = Where(weight=str(node.target))
         return True
 
     def input(self, name: str, of: str) -> None:
@@ -106,7 +94,7 @@ class Builder:
         node = self.arg(of)
         if not isinstance(node, fx.Node) or node.op != "placeholder":
             raise UnsupportedError(f"{name_of(self.node)}: {of} must be an input of the step")
-        self.arguments[name] = {"input": str(node.target)}
+        self.arguments[name] = Where(input=str(node.target))
 
     def cache(self, name: str) -> tuple[int, int]:
         """Bind `name` to the op's layer of a KV cache pool, and return the pool's number of layers and its block size.
@@ -116,15 +104,13 @@ class Builder:
         group, layer = self.values.cache_group(self.arg("kv_cache")), int(self.arg("layer"))
         value = self.arg("kv_cache").meta["val"]
         _, layers, parts, block_size, heads, dim = (int(size) if at else 0 for at, size in enumerate(value.shape))
-        self.arguments[name] = {
-            "cache": group,
-            "offset": layer * parts * block_size * heads * dim * value.dtype.itemsize,
-        }
+        offset = layer * parts * block_size * heads * dim * value.dtype.itemsize
+        self.arguments[name] = Where(cache=group, offset=offset)
         return layers, block_size
 
     def unaligned(self) -> tuple[str, ...]:
         """Return the arguments whose rows do not start at a multiple of 16 bytes."""
-        columns = {name: at.get("column", 0) + at.get("shifted", 0) for name, at in self.arguments.items()}
+        columns = {name: (at.column or 0) + at.shifted for name, at in self.arguments.items()}
         return tuple(name for name, column in columns.items() if column % ALIGNMENT)
 
     def done(self, kernel: str, of: Operand, *choices: Source | Choice, **more: Any) -> Call:
@@ -132,9 +118,9 @@ class Builder:
 
         `more` holds further fields of the call.
         """
-        self.arguments["counts_ptr"] = {"counts": "sample" if of.pool == "sample" else "step"}
+        self.arguments["counts_ptr"] = Where(counts="sample" if of.pool == "sample" else "step")
         made = tuple(each if isinstance(each, Choice) else Choice(each) for each in choices)
         names = made[0].source.signature
-        arguments = {name: self.arguments.get(name, {}) for name in names}
+        arguments = {name: self.arguments.get(name, Where()) for name in names}
         assert not set(self.arguments) - set(names), f"{kernel} takes no {set(self.arguments) - set(names)}"
         return Call(self.node, kernel, ROWS[of.pool], made, arguments, self.writes, **more)

@@ -19,6 +19,7 @@ from inferc.codegen.triton.kernels import (
 from inferc.codegen.triton.kernels import resize_heads as resizing
 from inferc.codegen.values import Operand, Values
 from inferc.ir.program import dtype_name
+from inferc.manifest_types import Where
 
 
 def add(node: fx.Node, values: Values) -> Call:
@@ -79,10 +80,10 @@ def _input_stride(b: Builder, name: str, node: fx.Node) -> int:
     It is 0 for a weight, which is the same for all rows, and 1 for an input of the step, which has one number per row.
     """
     if node.op == "get_attr":
-        b.arguments[name] = {"weight": str(node.target)}
+        b.arguments[name] = Where(weight=str(node.target))
         return 0
     if node.op == "placeholder":
-        b.arguments[name] = {"input": str(node.target)}
+        b.arguments[name] = Where(input=str(node.target))
         return 1
     return b.place(name, b.values.operand(node)).stride
 

@@ -13,6 +13,7 @@ from inferc.codegen.triton.kernels import moe_experts as kernels
 from inferc.codegen.triton.kernels.moe_routing import moe_routing as moe_routing_source
 from inferc.codegen.values import Values
 from inferc.ir.program import argument, dtype_name
+from inferc.manifest_types import Scratch, Where
 
 # Products use tiles of this many rows as long as experts have at most this many choices each, on average.
 FEW_OF_EXPERT = 16
@@ -59,10 +60,10 @@ class _Experts:
         self.scales_input = bool(argument(node, "scale_input"))
         size = self.x.dtype.itemsize
         self.scratch = {
-            "begins": {"const": 4 * (self.experts + 1)},
-            "order": {"per_token": self.top_k * 4},
-            "inner": {"per_token": self.top_k * self.inner * size},
-            "result": {"per_token": self.top_k * self.hidden * size},
+            "begins": Scratch(const=4 * (self.experts + 1)),
+            "order": Scratch(per_token=self.top_k * 4),
+            "inner": Scratch(per_token=self.top_k * self.inner * size),
+            "result": Scratch(per_token=self.top_k * self.hidden * size),
         }
 
     def calls(self) -> tuple[Call, ...]:
@@ -70,12 +71,12 @@ class _Experts:
 
     def _name(self, of: str) -> str:
         """Return the name of a buffer in scratch memory, which all layers share whose buffers have the same size."""
-        (size,) = self.scratch[of].values()
-        return f"moe_{of}_{size}"
+        size = self.scratch[of]
+        return f"moe_{of}_{size.const + size.per_token}"
 
     def _builder(self, **scratch: str) -> Builder:
         b = Builder(self.node, self.values)
-        b.arguments.update({f"{name}_ptr": {"scratch": self._name(of)} for name, of in scratch.items()})
+        b.arguments.update({f"{name}_ptr": Where(scratch=self._name(of)) for name, of in scratch.items()})
         return b
 
     def _done(self, b: Builder, kernel: str, *choices: Choice) -> Call:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from inferc.codegen.triton.aot.source import Source
+from inferc.codegen.triton.calls.builder import Call, Choice
 from inferc.codegen.triton.kernels.sampling.choose import choose, list_stride
 from inferc.codegen.triton.kernels.sampling.fill_late_ids import fill_late_ids
 from inferc.codegen.triton.kernels.sampling.process_logits import apply_lists, penalize
@@ -12,6 +13,8 @@ from inferc.codegen.triton.kernels.sampling.report_logprobs import report_logpro
 from inferc.codegen.triton.kernels.sampling.row_parts import part_of, row_parts
 from inferc.codegen.triton.kernels.sampling.score_rows import score_rows
 from inferc.codegen.triton.kernels.sampling.search import PLACES
+from inferc.codegen.values import Operand
+from inferc.manifest_types import Scratch, Where
 
 INPUTS = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "counters", "num_logprobs", "lists")},
@@ -28,7 +31,7 @@ OUTPUTS = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs", "argmax"
 SCRATCH = ("x", "tops", "first", "mass", "list_values", "list_ids")
 
 
-def scratch(vocab: int) -> dict[str, dict[str, int]]:
+def scratch(vocab: int) -> dict[str, Scratch]:
     """Return the scratch memory besides the logits, by name: bytes for each row that is sampled at a time."""
     parts = -(-vocab // part_of(vocab))
     whole = 4 * list_stride(vocab)
@@ -37,25 +40,22 @@ def scratch(vocab: int) -> dict[str, dict[str, int]]:
         "tops": 4 * parts * PLACES.value,
         **dict.fromkeys(("first", "mass"), 4 * parts),
     }
-    return {name: {"per_row": size} for name, size in sizes.items()}
+    return {name: Scratch(per_row=size) for name, size in sizes.items()}
 
 
-def sampling_launches(vocab: int, logits: dict[str, Any]) -> dict[str, list[tuple[str, str, Source, dict[str, Any]]]]:
-    """Return the launches before a step ("begin"), after its logits ("sample"), and to score logits ("score").
+def sampling_launches(logits: Operand) -> dict[str, list[Call]]:
+    """Return the launches before a step ("begin"), after its logits ("sample"), and to score logits ("score")."""
+    vocab, stride, x_stride = logits.width, logits.stride, list_stride(logits.width)
+    at = Where(logits.pool, offset=logits.offset, column=logits.column)
 
-    Each launch is (kernel, what rows it goes over, source, arguments). `logits` says where the logits lie, as an
-    argument of `calls.Call`, and has the `stride` of their rows.
-    """
-    stride, x_stride = int(logits["stride"]), list_stride(vocab)
-    at = {name: logits[name] for name in ("value", "offset", "column")}
+    def made(name: str, source: Source) -> Call:
+        arguments = {argument: _where(argument, at) for argument in source.signature}
+        return Call(None, name, "rows", (Choice(source),), arguments, [])
 
-    def made(name: str, source: Source) -> tuple[str, str, Source, dict[str, Any]]:
-        return (name, "rows", source, {argument: _where(argument, at) for argument in source.signature})
-
-    late = fill_late_ids()
-    places = {argument: _where(argument, at) for argument in late.signature}
+    late = made("fill_late_ids", fill_late_ids())
+    of_step = {**late.arguments, "token_ids_ptr": Where(input="token_ids")}
     return {
-        "begin": [("fill_late_ids", "tokens", late, {**places, "token_ids_ptr": {"input": "token_ids"}})],
+        "begin": [replace(late, rows="tokens", arguments=of_step)],
         "sample": [
             made("penalize", penalize(vocab, stride, x_stride)),
             made("apply_lists", apply_lists(stride, x_stride)),
@@ -67,13 +67,14 @@ def sampling_launches(vocab: int, logits: dict[str, Any]) -> dict[str, list[tupl
     }
 
 
-def _where(argument: str, logits: dict[str, Any]) -> dict[str, Any]:
+def _where(argument: str, logits: Where) -> Where:
     name = argument.removesuffix("_ptr")
     if name == "logits":
         return logits
     if name == "counts":
-        return {"counts": "sample"}
-    for kind, names in (("state", STATE), ("output", OUTPUTS), ("scratch", SCRATCH)):
-        if name in names:
-            return {kind: name}
-    return {"input": INPUTS[name]}
+        return Where(counts="sample")
+    if name in STATE:
+        return Where(state=name)
+    if name in OUTPUTS:
+        return Where(output=name)
+    return Where(scratch=name) if name in SCRATCH else Where(input=INPUTS[name])

@@ -63,7 +63,7 @@ def write_step(program: Program, target: Target, output: Output, *, with_ptx: bo
 
     plan = memory_plan(program)
     step = emit_step(program, plan, output.config)
-    of_row = sum(each.get("per_row", 0) for each in step.scratch.values())
+    of_row = sum(each.per_row for each in step.scratch.values())
     arena = {**plan.formula, "const": plan.formula["const"] + SAMPLE_ROWS * of_row}
 
     def report(done: int, total: int) -> None:

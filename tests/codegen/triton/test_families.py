@@ -18,6 +18,7 @@ from inferc.codegen.triton.kernels.moe_routing import moe_routing
 from inferc.codegen.triton.kernels.pointwise import program_of
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
+from inferc.manifest_types import Scratch, Where
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.targets import Target
 
@@ -68,27 +69,27 @@ def test_every_op_of_a_family_has_a_kernel(name: str) -> None:
         with pytest.raises(UnsupportedError, match=REFUSED[name]):
             lowered(name)
     else:
-        assert lowered(name).launches["step"]
+        assert lowered(name).launches.step
 
 
 def test_experts_are_launches_over_scratch_memory() -> None:
     step = lowered("qwen3_moe")
-    launches = [each for each in step.launches["step"] if "layers.0" in each["node"] and "mlp" in each["node"]]
-    kernels = [launch["choices"][-1]["kernel"].partition("-")[0] for launch in launches]
+    launches = [each for each in step.launches.step if "layers.0" in each.node and "mlp" in each.node]
+    kernels = [launch.choices[-1].kernel.partition("-")[0] for launch in launches]
     at = kernels.index("moe_routing")
     assert kernels[at : at + 5] == ["moe_routing", "sort_choices", "grouped_linear", "grouped_linear", "sum_choices"]
-    assert [len(launch["writes"]) for launch in launches[at : at + 5]] == [2, 0, 0, 0, 1]
+    assert [len(launch.writes) for launch in launches[at : at + 5]] == [2, 0, 0, 0, 1]
     used = Counter(
-        where["scratch"] for launch in launches for where in launch["arguments"].values() if "scratch" in where
+        where.scratch for launch in launches for where in launch.arguments.values() if where.scratch is not None
     )
     # 2 choices of 4 experts a token, 32 inner and 64 outer columns of bfloat16
     sizes = {
-        "begins": {"const": 20},
-        "order": {"per_token": 8},
-        "inner": {"per_token": 128},
-        "result": {"per_token": 256},
+        "begins_20": Scratch(const=20),
+        "order_8": Scratch(per_token=8),
+        "inner_128": Scratch(per_token=128),
+        "result_256": Scratch(per_token=256),
     }
-    expected = {f"moe_{name}_{next(iter(size.values()))}": size for name, size in sizes.items()}
+    expected = {f"moe_{name}": size for name, size in sizes.items()}
     assert used == dict(zip(expected, (3, 3, 2, 2), strict=True))
     assert {name: step.scratch[name] for name in used} == expected
 
@@ -97,9 +98,9 @@ def test_positions_are_looked_up_as_they_are() -> None:
     """They are 64 bits wide where token ids are 32."""
     step = lowered("gpt2")
     kinds = {
-        launch["arguments"]["index_ptr"]["input"]: step.sources[launch["choices"][0]["kernel"]].signature["index_ptr"]
-        for launch in step.launches["step"]
-        if launch["arguments"].get("index_ptr", {}).get("input") in ("token_ids", "positions")
+        launch.arguments["index_ptr"].input: step.sources[launch.choices[0].kernel].signature["index_ptr"]
+        for launch in step.launches.step
+        if launch.arguments.get("index_ptr", Where()).input in ("token_ids", "positions")
     }
     assert kinds == {"token_ids": "*i32", "positions": "*i64"}
 

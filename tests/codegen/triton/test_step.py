@@ -26,6 +26,7 @@ from inferc.codegen.triton.table import KERNELS
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import from_config, load
+from inferc.manifest_types import Where
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.targets import ARCHS, Target
 
@@ -47,7 +48,7 @@ def tiny_llama() -> CudaStep:
 
 def test_equal_layers_share_their_kernels(tiny_llama: CudaStep) -> None:
     step = tiny_llama
-    used = {choice["kernel"] for part in step.launches.values() for launch in part for choice in launch["choices"]}
+    used = {choice.kernel for launch in step.launches for choice in launch.choices}
     assert used == set(step.sources)
     kinds = Counter(name.partition("-")[0] for name in used)
     variants = len(ROW_BOUNDS) + 1  # for each number of rows, and for any in the invariant order
@@ -67,7 +68,7 @@ def test_weights_in_int8_go_through_the_same_kernels(tiny_llama: CudaStep) -> No
     One launch is of gate, up and their product; another is of q, k and v, their rotation and the write of the cache.
     """
     step = lowered(TINY_LLAMA, quantize="int8")
-    assert len(step.launches["step"]) == len(tiny_llama.launches["step"])
+    assert len(step.launches.step) == len(tiny_llama.launches.step)
     kinds = Counter(name.partition("-")[0] for name in step.sources)
     variants = len(ROW_BOUNDS) + 1
     assert kinds["linear"] == 5 * variants
@@ -82,22 +83,22 @@ def test_a_step_is_data(tiny_llama: CudaStep) -> None:
     step = tiny_llama
     assert json.loads(json.dumps(step.program_json_fields)) == step.program_json_fields
     written = [
-        launch["arguments"]["cache_ptr"]
-        for launch in step.launches["step"]
-        if "cache_ptr" in launch["arguments"] and "slots_ptr" in launch["arguments"]
+        launch.arguments["cache_ptr"]
+        for launch in step.launches.step
+        if "cache_ptr" in launch.arguments and "slots_ptr" in launch.arguments
     ]
     of_layer = 2 * 16 * 2 * 64 * 2  # K and V of 16 tokens, 2 heads of 64 in bfloat16
-    of_each = [{"cache": 0, "offset": layer * of_layer} for layer in range(6)]
+    of_each = [Where(cache=0, offset=layer * of_layer) for layer in range(6)]
     assert written == [place for place in of_each for _ in ("fast", "invariant")]
 
 
 def test_launches_give_kernels_what_they_take(tiny_llama: CudaStep) -> None:
     """In the order of their signatures, and in grids that any step has numbers for."""
     counts = {f"num_{each}": 3 for each in ("tokens", "rows", "seqs")}
-    for launch in (each for part in tiny_llama.launches.values() for each in part):
-        for choice in launch["choices"]:
-            source = tiny_llama.sources[choice["kernel"]]
-            assert list(launch["arguments"]) == list(source.signature), choice["kernel"]
+    for launch in tiny_llama.launches:
+        for choice in launch.choices:
+            source = tiny_llama.sources[choice.kernel]
+            assert list(launch.arguments) == list(source.signature), choice.kernel
             assert all(size > 0 for size in evaluate_grid(source.grid, {**source.constants, **counts}))
 
 

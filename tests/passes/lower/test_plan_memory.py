@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from inferc.arena import POOLS
 from inferc.errors import VerifyError
 from inferc.ir.program import Program, new_program
+from inferc.manifest_types import Place
 from inferc.passes.lower.plan_memory import (
     MemoryPlan,
-    Place,
     PlanMemory,
     Value,
     live_values,

@@ -256,7 +256,8 @@ def test_no_memory_for_what_tensorrt_takes(gpu: FakeTensorRT, monkeypatch: pytes
 
 def test_an_address_that_engines_do_not_take_is_found_as_it_is_bound() -> None:
     with pytest.raises(AssertionError, match="segment 3: .*0x110.* are no multiples of 256"):
-        bind_call(Launch("rows", {}, node="segment 3"), "e", object(), {"x0": 0x100, "w0": 0x110})  # type: ignore[arg-type]
+        launch = Launch(node="segment 3", layer=None, rows="rows", arguments={}, writes=[])
+        bind_call(launch, "e", object(), {"x0": 0x100, "w0": 0x110})  # type: ignore[arg-type]
 
 
 def test_a_step_that_tensorrt_fails_answers_with_what_it_says(gpu: FakeTensorRT) -> None:
