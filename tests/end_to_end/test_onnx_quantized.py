@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 import pytest
 from command_line import run_inferc
-from families import DENSE, FAMILIES
+from families import DENSE, FAMILIES, by_turns
 from random_models import make_random_model
 
 import inferc
@@ -68,8 +68,7 @@ def test_shipped_models(model: str, scheme: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int8", "w8a8", "int4"])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(("name", "scheme"), by_turns(DENSE, ("int8", "w8a8", "int4")))
 def test_families(name: str, scheme: str, tmp_path: Path) -> None:
     """Random models, whose logits may move far; the kernels move them no further than the references do."""
     folder = make_random_model(FAMILIES[name].model_type(name), tmp_path / "m", **FAMILIES[name].fields)

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import transformers
@@ -241,6 +242,19 @@ FAMILIES |= {
 }
 # What onnx and tensorrt take, whose cache is dense: ALiBi is not built over one.
 DENSE = [name for name in FAMILIES if name not in ("bloom", "mpt")]
+
+
+Scheme = TypeVar("Scheme")
+DIFFERENT = ("llama", "gpt2", "mixtral", "gpt_oss")  # no two have the same ops around their products
+
+
+def by_turns(names: Iterable[str], schemes: Sequence[Scheme]) -> list[tuple[str, Scheme]]:
+    """Pairs of a family and a scheme: all schemes for the families of DIFFERENT, and one in turn for each other."""
+    pairs: list[tuple[str, Scheme]] = []
+    for index, name in enumerate(names):
+        chosen = schemes if name in DIFFERENT else [schemes[index % len(schemes)]]
+        pairs += [(name, scheme) for scheme in chosen]
+    return pairs
 
 
 def skip_without(family: Family, name: str) -> None:

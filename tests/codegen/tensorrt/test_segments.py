@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, by_turns
 from gpu_families import REFUSED
 from random_models import make_random_model
 from segment_runs import Roundings, networks, run_segments
@@ -37,12 +37,8 @@ def lowered(
     return program
 
 
-@pytest.mark.parametrize(
-    "quantize", ["w8a8", *(pytest.param(each, marks=pytest.mark.slow) for each in (None, "int8", "fp8"))]
-)
-@pytest.mark.parametrize(
-    "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in RUN]
-)
+@pytest.mark.quick("llama-w8a8")
+@pytest.mark.parametrize(("name", "quantize"), by_turns(RUN, (None, "w8a8", "int8", "fp8")))
 def test_segments_of_a_family_compute_what_its_references_do(name: str, quantize: str | None, tmp_path: Path) -> None:
     family = RUN[name]
     checkpoint = load(make_random_model(family.model_type(name), tmp_path / "m", **family.fields))
