@@ -1,4 +1,4 @@
-"""What a test run makes of what its machine lacks: packages, and a GPU.
+"""Tests of how a test run treats what its machine lacks: packages, and a GPU.
 
 A test file that imports a package of an extra which is not there is skipped, and says which. Under continuous
 integration a test that is skipped for want of a package fails: it would never run otherwise.

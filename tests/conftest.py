@@ -117,11 +117,11 @@ def server(tiny_artifact: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def served(server: Server) -> str:
-    """Its gRPC address."""
+    """Return the gRPC address of the session's server."""
     return server.address
 
 
 @pytest.fixture(scope="session")
 def url(server: Server) -> str:
-    """Where its HTTP is."""
+    """Return the HTTP address of the session's server."""
     return server.url

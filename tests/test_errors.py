@@ -1,4 +1,4 @@
-"""What a message shows of what was found."""
+"""Tests of how a message shows what was found."""
 
 from typing import Any
 

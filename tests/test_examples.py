@@ -69,7 +69,7 @@ def test_demo(tmp_path: Path) -> None:
 def test_the_whole_line(
     tiny_llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its tokens are those that transformers generates, from an artifact that its model is not needed for."""
+    """The tokens are those that transformers generates; the artifact runs without its model."""
     script = EXAMPLES / "line.py"  # in this process, which has traced a model before: the first one takes seconds
     monkeypatch.setattr(sys, "argv", [str(script), str(tiny_llama_folder), str(tmp_path / "out"), "def add"])
     runpy.run_path(str(script), run_name="__main__")

@@ -163,7 +163,7 @@ def test_no_modules_import_each_other(graph: house.Graph) -> None:
 
 
 def test_no_folders_import_each_other(graph: house.Graph) -> None:
-    """Of the boxes that a folder shows, none needs one that needs it."""
+    """No box that a folder shows needs one that needs it."""
     found = {folder: house.circles(house.box_graph(graph, folder)) for folder in house.folders(MODULES)}
     assert not {folder: groups for folder, groups in found.items() if groups}
 
@@ -223,14 +223,14 @@ def test_only_the_command_line_prints() -> None:
 
 
 def printing_script() -> list[int]:
-    """Where serve/protos/reference.py prints: a script of the Makefile, which no module imports."""
+    """The one script in serve/ that prints: the Makefile runs it, and no module imports it."""
     tree = MODULES["serve.protos.reference"].tree
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
 
 
 def test_examples_and_the_page_on_extending_import_no_deep_module() -> None:
-    """What users are shown is what stays: `inferc`, its clients, and `inferc.extend`."""
+    """Users are shown what stays: `inferc`, its clients, and `inferc.extend`."""
     public = {"inferc", "inferc.client", "inferc.extend"}
     examples = [path for path in (ROOT / "examples").rglob("*.py") if path.name != "line.py"]  # which shows the rooms
     shown = [(path.name, module) for path in examples for module in imported_modules(path)]
@@ -249,8 +249,8 @@ def imported_modules(path: Path) -> list[str]:
     deeper = [f"{node.module}.{name.name}" for node in taken for name in node.names if node.module == "inferc"]
     return [
         *plain,
-        *(node.module or "" for node in taken),
-        *(name for name in deeper if name[len("inferc.") :] in MODULES),
+        *[node.module or "" for node in taken],
+        *[name for name in deeper if name[len("inferc.") :] in MODULES],
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a test run makes of what its machine lacks: packages of extras, and a GPU."""
+"""Tests of how a test run treats what its machine lacks: packages of extras, and a GPU."""
 
 import importlib.util
 from pathlib import Path

@@ -14,8 +14,8 @@ FILES = [path for path in sorted(TESTS.rglob("*.py")) if path != Path(__file__)]
 CLOCKS = {
     "threading.Timer",
     "time.sleep",
-    *(f"time.{name}{unit}" for name in ("monotonic", "perf_counter", "process_time", "time") for unit in ("", "_ns")),
-    *(f"datetime.datetime.{name}" for name in ("now", "today", "utcnow")),
+    *[f"time.{name}{unit}" for name in ("monotonic", "perf_counter", "process_time", "time") for unit in ("", "_ns")],
+    *[f"datetime.datetime.{name}" for name in ("now", "today", "utcnow")],
     "datetime.date.today",
 }
 IN_PROGRAMS = re.compile(r"\btime\.(?:sleep|monotonic|perf_counter|time)(?:_ns)?\(|\basyncio\.sleep\((?!0\))")
@@ -84,7 +84,7 @@ def full_name(node: ast.AST, names: dict[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
-    """What each function has, by its file and its name."""
+    """Return the clocks and sleeps of each function, by its file and its name."""
     all_of_them: dict[str, list[str]] = {}
     for path in FILES:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which cases of a test with many parameters `make test` runs."""
+"""Tests of which cases of a test with many parameters `make test` runs."""
 
 from itertools import combinations, product
 

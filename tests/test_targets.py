@@ -69,7 +69,7 @@ def test_refusals_are_made_from_the_row(options: dict[str, object], message: str
 def test_a_target_from_outside_is_one_folder(
     tiny_llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tests/support/null_target is all that there is of it: under 80 lines, and nothing of inferc is changed."""
+    """The whole target is tests/support/null_target: under 80 lines, and nothing of inferc is changed."""
     assert sum(len(path.read_text().splitlines()) for path in (SUPPORT / "null_target").glob("*.py")) <= 80
     monkeypatch.setattr(targets, "TARGETS", (*TARGETS, NULL))
     summary = inferc.compile(tiny_llama_folder, tmp_path / "out", CompileConfig(target="null", certify="none"))

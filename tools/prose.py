@@ -29,8 +29,26 @@ FOLDERS = (
     "examples",
     "benchmarks",
     "deploy",
+    "tests",
 )
-LEANING = ("Of", "As", "What", "Where", "Those", "That", "It", "Its", "Same", "Also", "Such", "Else", "Likewise")
+LEANING = (
+    "Of",
+    "As",
+    "What",
+    "Where",
+    "Which",
+    "Those",
+    "That",
+    "It",
+    "Its",
+    "They",
+    "And",
+    "Same",
+    "Also",
+    "Such",
+    "Else",
+    "Likewise",
+)
 LEANING_PHRASES = ("The same", "The other", "In place of", "By the", "To the", "For the same")
 STAR = re.compile(r"^\s*\*\([^()]*(\([^()]*\)[^()]*)*\),?$")
 
@@ -76,10 +94,10 @@ def docstring_faults(text: str) -> Iterator[str]:
     elif not re.match(r"[A-Z`\"<\[0-9(A-Za-z]", first):
         yield f"a docstring begins with {first[:20]!r}"
     elif re.match(r"[a-z]", first) and not re.match(
-        r"(inferc|onnxruntime|uvicorn|vLLM|slo|mlq|attention|transformers)\b", first
+        r"(inferc|onnxruntime|cuBLASLt|uvicorn|vLLM|slo|mlq|attention|transformers)\b", first
     ):
         yield f"a docstring begins in the middle of a sentence: {first[:70]}"
-    if not paragraph.rstrip().endswith((".", ":", "?", "!", "`", ")")):
+    if not paragraph.rstrip().endswith((".", ":", "?", "!", "`", ")", "…")):
         yield f"a docstring's first sentence has no end: {first[:70]}"
 
 

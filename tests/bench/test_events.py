@@ -23,7 +23,7 @@ def usage(tokens: int) -> dict[str, Any]:
 
 
 def counted(*parts: bytes) -> TokenCounter:
-    """One part a second."""
+    """Return the times of parts that come once a second."""
     counter = TokenCounter()
     for now, part in enumerate(parts):
         counter.feed(part, float(now))

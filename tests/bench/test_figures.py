@@ -1,4 +1,4 @@
-"""What `inferc bench serve` counts."""
+"""Tests of the figures of `inferc bench serve`."""
 
 import math
 from pathlib import Path

@@ -96,8 +96,10 @@ def test_variants_differ_in_one_thing() -> None:
     of = Candidate(8, 256, tbt_ms=50.0)
     found = variants(of, ("fcfs", "sjf", "lpm"), (1,))
     assert [each.changes(of) for each in found] == [
-        *({"policy": "sjf"}, {"policy": "lpm"}),
-        *({"threads": 1}, {"prefix_cache": False}),
+        {"policy": "sjf"},
+        {"policy": "lpm"},
+        {"threads": 1},
+        {"prefix_cache": False},
     ]
     assert DEFAULT.said(DEFAULT) == "default"
     assert replace(DEFAULT, max_num_seqs=8, tbt_ms=50.0, prefix_cache=False).said(DEFAULT) == (
@@ -173,7 +175,7 @@ def test_candidates_that_there_is_no_time_for_are_counted(small_grid: None) -> N
 
 @pytest.mark.slow
 def test_more_sequences_than_are_of_use_are_no_better_for_a_short_load() -> None:
-    """They take a whole load at once, and each request is good: that is no rate which a server bears."""
+    """A burst of the whole load is no rate: it has the server take all requests at once, and each of them is good."""
     of = simulator(prices(step_ms=0.1, sequence_ms=1), Lengths(16, 32), seconds=0.2)
     few, many = (found_good(of, Candidate(seqs, 512)) for seqs in (16, 128))
     assert few == pytest.approx(many, rel=0.15)

@@ -1,4 +1,4 @@
-"""What `inferc bench serve` sends, and when: the same for the same seed, with the statistics that were asked for."""
+"""Tests of the load of `inferc bench serve`: the same for the same seed, with the statistics that were asked for."""
 
 import json
 from pathlib import Path

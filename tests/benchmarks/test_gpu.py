@@ -122,7 +122,7 @@ def few_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def tuned(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[dict[str, Any]]:
-    """What is in the data then, which the compiler reads from there on."""
+    """Return the tuning data that the compiler reads after the measurement."""
     monkeypatch.setattr(sys, "argv", ["gpu_tune.py", "--tiny", "--out", str(folder), "tiny"])
     gpu_tune.main()
     monkeypatch.setattr(tuning, "FOLDER", folder)

@@ -1,4 +1,4 @@
-"""What the row of the GPU's tests says, of what pytest wrote about them."""
+"""Tests of the row of the GPU's tests, which is made of what pytest wrote about them."""
 
 from pathlib import Path
 

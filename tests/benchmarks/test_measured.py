@@ -1,4 +1,4 @@
-"""What a stored measurement says of itself."""
+"""Tests of the facts that a stored measurement has about itself."""
 
 import json
 import subprocess

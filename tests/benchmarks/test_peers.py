@@ -181,7 +181,7 @@ def test_what_a_run_that_was_cut_off_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_peak_memory_is_the_programs_own() -> None:
-    """And not that of the process that started it, which getrusage would give."""
+    """The process that started the program does not count, as it would with getrusage."""
     held = bytearray(400 << 20)
     held[::4096] = b"x" * len(held[::4096])
     command = [sys.executable, "-c", "from peers.worker import peak_rss_gb; print(peak_rss_gb())"]
@@ -209,7 +209,7 @@ def is_cached(file: Path) -> bool:
 
 
 def test_a_models_files_are_cached_before_it_is_loaded(tmp_path: Path) -> None:
-    """Of a folder every file, also in folders of it."""
+    """Every file of a folder is read, also those in folders of it."""
     (tmp_path / "a").mkdir()
     files = [tmp_path / "one", tmp_path / "a/two"]
     for file in files:

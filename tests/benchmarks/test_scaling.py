@@ -22,7 +22,10 @@ def test_a_line_goes_through_the_decode_steps() -> None:
 def test_every_length_is_measured_of_every_artifact(tiny_artifact: Path, tmp_path: Path) -> None:
     result = scaling.measure({"one": tiny_artifact, "two": tiny_artifact}, [8, 40], turns=2, threads=2)
     assert [(row["format"], row["length"], len(row["runs"])) for row in result["rows"]] == [
-        *(("one", 8, 2), ("one", 40, 2), ("two", 8, 2), ("two", 40, 2))
+        ("one", 8, 2),
+        ("one", 40, 2),
+        ("two", 8, 2),
+        ("two", 40, 2),
     ]
     assert all(row["prefill_s"] > 0 and row["decode_s"] > 0 and row["limit_s"] > 0 for row in result["rows"])
     result |= {"shape": "tiny", "layers": 2, "arena": scaling.arena(tiny_artifact, 2)}

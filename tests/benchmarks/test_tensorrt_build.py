@@ -1,4 +1,4 @@
-"""What benchmarks/tensorrt_build.py says of plans."""
+"""Tests of what benchmarks/tensorrt_build.py says about plans."""
 
 import pytest
 import tensorrt_build

@@ -121,7 +121,10 @@ def test_wrong_dtype_name(model: Path) -> None:
             ("--max-model-len", "0"),
             ("--max-model-len", "99999"),
         ),
-        *(("--quantize", "int4-awq"), ("--kv-dtype", "fp8"), ("--kv-dtype", "float16"), ("--kv-dtype", "bfloat16")),
+        ("--quantize", "int4-awq"),
+        ("--kv-dtype", "fp8"),
+        ("--kv-dtype", "float16"),
+        ("--kv-dtype", "bfloat16"),
     ],
 )
 def test_what_is_not_built_or_out_of_range(model: Path, options: tuple[str, str]) -> None:

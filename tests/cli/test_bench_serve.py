@@ -17,8 +17,15 @@ from inferc.cli.bench import _shown
 
 SMALL = ("--input-len", "12", "--output-len", "24", "--warmup", "1")
 KEPT = {  # that were there before others came
-    *("output_tokens_per_s", "requests", "requests_per_s", "ttft_ms", "itl_ms", "e2e_ms"),
-    *("input_len", "output_len", "concurrency"),
+    "output_tokens_per_s",
+    "requests",
+    "requests_per_s",
+    "ttft_ms",
+    "itl_ms",
+    "e2e_ms",
+    "input_len",
+    "output_len",
+    "concurrency",
 }
 
 
@@ -56,7 +63,7 @@ def test_a_running_server(endpoint: str, served: str, url: str) -> None:
 
 @pytest.mark.slow
 def test_the_server_counts_the_same(tiny_artifact: Path) -> None:
-    """Of one server: its own goodput and tokens, and the client's."""
+    """The server's own goodput and tokens are those that the client counts."""
     with Server(tiny_artifact, "--goodput-ttft-ms", "60000", "--goodput-tbt-ms", "60000") as server:
         options = ("--rate", "100", "--requests", "12", "--ttft", "60000", "--tbt", "60000", "--warmup", "0")
         found = bench_json(server.address, "--input-len", "12", "--output-len", "24", *options)
@@ -231,5 +238,8 @@ def test_over_grpc_aiohttp_is_not_imported(served: str) -> None:
 
 def test_numbers_that_are_not_known_are_shown_as_such() -> None:
     assert [_shown(value) for value in (None, 1234, 0.5, {"p50": 1.0, "p90": 2.0})] == [
-        *("unknown", "1,234", "0.500", "p50 1.000  p90 2.000")
+        "unknown",
+        "1,234",
+        "0.500",
+        "p50 1.000  p90 2.000",
     ]

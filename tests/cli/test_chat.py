@@ -26,7 +26,7 @@ def chat(artifact: Path, *options: str, stdin: bytes) -> Any:
 
 
 def contents(stdout: str) -> list[str]:
-    """What was said in turn, user and assistant by turns."""
+    """Return the messages of a conversation, by the user and the assistant in turn."""
     messages = json.loads(stdout)["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
     return [message["content"] for message in messages]

@@ -1,4 +1,4 @@
-"""What each command prints, with and without --json, and its exit code."""
+"""Tests of each command's output, with and without --json, and of its exit code."""
 
 import json
 import os
@@ -19,8 +19,23 @@ from inferc.client import Client
 from inferc.runtime.runners.cpu.abi import detect_isa
 
 COMMANDS = (
-    *("compile", "explain", "sign", "inspect", "generate", "chat", "batch", "serve", "simulate"),
-    *("top", "doctor", "replay", "diff", "verify", "eval", "bench", "keys"),
+    "compile",
+    "explain",
+    "sign",
+    "inspect",
+    "generate",
+    "chat",
+    "batch",
+    "serve",
+    "simulate",
+    "top",
+    "doctor",
+    "replay",
+    "diff",
+    "verify",
+    "eval",
+    "bench",
+    "keys",
 )
 ONLY_TO_COMPILE = ("torch", "transformers", "triton", "safetensors")
 

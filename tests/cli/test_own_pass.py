@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def failed(model: Path, folder: Path, spec: str, code: int = 2) -> str:
-    """What a compile in this process says: importing torch again would take seconds."""
+    """Return the error of a compile in this process, since importing torch again would take seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", list(sys.path))
@@ -76,7 +76,7 @@ def failed(model: Path, folder: Path, spec: str, code: int = 2) -> str:
 
 @pytest.mark.slow
 def test_a_pass_that_works(tiny_llama_folder: Path, folder: Path) -> None:
-    """Its graph has silu and mul apart again, which fuse_pointwise then takes."""
+    """The pass leaves silu and mul apart in the graph, and fuse_pointwise then takes them."""
     options = ("--target", "reference", "--certify", "none", "--json")
     done = run_inferc("compile", tiny_llama_folder, "-o", "out", "--pass", "users_passes:swap", *options, cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -26,8 +26,10 @@ def test_policies_and_loads_side_by_side(trace: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [(row["policy"], row["speed"]) for row in found["rows"]] == [
-        *(("fcfs", 0.2), ("fcfs", 1.0)),
-        *(("static", 0.2), ("static", 1.0)),
+        ("fcfs", 0.2),
+        ("fcfs", 1.0),
+        ("static", 0.2),
+        ("static", 1.0),
     ]
     assert found["requests"] == 40 and found["scale"] == 8
     assert found["ideal_hit_rate"] == pytest.approx(19 * 64 / (40 * 112))

@@ -63,7 +63,7 @@ def test_what_happened_between_two_pages() -> None:
 
 @pytest.mark.parametrize(("late", "advice"), [(4, "the way to it is slow"), (8, "own process comes late")])
 def test_one_stall_is_not_the_cause(late: int, advice: str) -> None:
-    """late: looks of 11 that saw the server's loop late; a stall of a second is seen by four in a row."""
+    """`late` of 11 looks saw the server's loop late; a stall of a second is seen by four in a row."""
     texts = [
         TEXT % (100, 10, 10, 10, 10, 0.5) + f"inferc_event_loop_lag_seconds {0.5 * (n < late)}\n" for n in range(11)
     ]
@@ -84,7 +84,7 @@ def test_endpoints() -> None:
 
 
 def test_top_ends_at_q(url: str) -> None:
-    """On a terminal, which is then as it was."""
+    """The terminal is left as it was."""
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     process = subprocess.Popen(
@@ -298,7 +298,7 @@ def test_cache_misses(tiny_artifact: Path) -> None:
 
 @contextlib.contextmanager
 def far_away(url: str, seconds: float) -> Iterator[str]:
-    """The same server behind a way that takes so long in each direction."""
+    """Return the server as seen over a network that delays each direction by `seconds`."""
     target = urlsplit(url)
     listener = socket.create_server(("127.0.0.1", 0))
     threads: list[threading.Thread] = []

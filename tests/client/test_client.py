@@ -1,4 +1,4 @@
-"""What the client refuses before it sends anything, and when it tries again: no real server runs here."""
+"""Tests of what the client refuses before it sends anything, and of when it tries again; no real server runs."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""What LangChain's wrapper of OpenAI's client sees of a server: python check_langchain.py URL MODEL."""
+"""Print what LangChain's wrapper of OpenAI's client sees of a server: python check_langchain.py URL MODEL."""
 
 import asyncio
 import json

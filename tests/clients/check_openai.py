@@ -1,4 +1,4 @@
-"""What OpenAI's client sees of a server: python check_openai.py URL MODEL, in an environment of its own."""
+"""Print what OpenAI's client sees of a server: python check_openai.py URL MODEL, in an environment of its own."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What OpenAI's client sees of /v1/responses: python check_responses.py URL MODEL, in an environment of its own."""
+"""Print what OpenAI's client sees of /v1/responses: python check_responses.py URL MODEL, in its own environment."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ LOGPROBS: Any = ["message.output_text.logprobs"]
 
 
 def checked(response: Response) -> dict[str, Any]:
-    """As it is, if all fields are there that the client's own types want."""
+    """Return the object unchanged, after checking that it has all fields that the client's own types want."""
     Response.model_validate_json(response.to_json())
     return {**response.model_dump(), "output_text": response.output_text}
 

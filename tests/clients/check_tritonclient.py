@@ -1,4 +1,4 @@
-"""What tritonclient sees of a server: python check_tritonclient.py ADDRESS MODEL, in tritonclient's own environment."""
+"""Print what tritonclient sees of a server: python check_tritonclient.py ADDRESS MODEL, in its own environment."""
 
 import json
 import queue

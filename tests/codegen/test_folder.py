@@ -160,7 +160,7 @@ def test_what_a_killed_compile_left_goes_away(tmp_path: Path) -> None:
 
 
 def test_a_live_compile_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in another container has a process id that means nothing here."""
+    """The process id of a compile in another container means nothing here."""
     monkeypatch.setattr("os.getpid", lambda: 999999999)
     with OutputFolder(tmp_path / "out") as first:
         monkeypatch.undo()
@@ -173,7 +173,7 @@ def test_a_live_compile_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_kill_between_two_renames_keeps_the_old_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system cannot swap two folders; here the second rename is the last thing that is tried."""
+    """On a system that cannot swap two folders, the second rename is the last thing that is tried."""
 
     class Killed(BaseException):
         pass

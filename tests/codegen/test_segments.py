@@ -1,4 +1,4 @@
-"""Which segments one engine computes, and what it is given."""
+"""Tests of which segments one engine computes, and of what it is given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INPUTS = {"token_ids": torch.tensor([3, 1, 4, 1, 5]), "x": rows(8)}
 
 
 def numbered(function: Any, weights: dict[str, torch.Tensor], numbers: dict[int, int]) -> tuple[Program, list[Segment]]:
-    """numbers: by place of a call among all calls, its segment."""
+    """Give calls their segments; numbers: the segment of a call, by its place among all calls."""
     program = example(function, INPUTS, weights).program
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     for place, number in numbers.items():

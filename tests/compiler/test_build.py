@@ -47,7 +47,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 def test_equal_input_gives_equal_bytes(
     tiny_artifact: Path, tiny_llama_folder: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """In another process, with other hash seeds, elsewhere on disk."""
+    """The compile runs again in another process, with other hash seeds, elsewhere on disk."""
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     if pytestconfig.getoption("as_shipped"):
         env.pop("INFERC_ISAS", None)
@@ -213,7 +213,7 @@ def test_a_module_in_memory(reference_artifact: Path, module: Any, tiny_llama_fo
 
 @pytest.mark.slow
 def test_an_artifact_is_replaced(reference_artifact: Path, module: Any, tmp_path: Path) -> None:
-    """By one of another dtype and context, from a module without a tokenizer."""
+    """The new artifact has another dtype and context, and is from a module without a tokenizer."""
     out = shutil.copytree(reference_artifact, tmp_path / "out")
     config = CompileConfig(target="reference", certify="none", dtype="bfloat16", max_model_len=64)
     compile(module, out, config)

@@ -88,7 +88,7 @@ def test_experts_with_biases_and_with_scaled_inputs(family: str, scheme: str, tm
 
 @pytest.fixture
 def certifier(tiny_llama_folder: Path) -> Certifier:
-    """One that is about to see the row of `quantize`."""
+    """Return a certifier that is about to see the row of `quantize`."""
     made = Certifier(load(tiny_llama_folder), "float32", PROMPTS, "", max_model_len=256)
     made._budget = SCHEMES["int8"].budget
     return made

@@ -71,7 +71,7 @@ def test_a_dtype_without_units_runs_at_float32() -> None:
 
 
 def log(num_layers: int) -> CostLog:
-    """Of a model whose layers have a product each, and which fuses every pair of neighbours."""
+    """Return the costs of a model whose layers have a product each, and which fuses every pair of neighbours."""
     layer, ends = OpCost("layer", "bfloat16", weights=(("1", 10),)), OpCost("ends", "bfloat16", flops=(("S", 3),))
     fused = OpCost("fused", "bfloat16", activations=(("T", 4),))
     group = {"kind": "full", "layers": num_layers, "num_kv_heads": 2, "head_dim": 4, "window": 0}

@@ -1,4 +1,4 @@
-"""What ops cost, against numbers worked out by hand, and that fusing never moves more."""
+"""Tests of the costs of ops, against numbers worked out by hand; fusing never moves more bytes."""
 
 import json
 import operator

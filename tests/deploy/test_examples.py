@@ -1,4 +1,4 @@
-"""What is in deploy/ uses options that there are, and probes paths that there are."""
+"""Tests that the examples in deploy/ use options and probe paths that exist."""
 
 import re
 import shlex

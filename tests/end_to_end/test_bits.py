@@ -71,7 +71,7 @@ def prompt(length: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone(artifact: Path) -> dict[int, Bits]:
-    """What each length of prompt gives on its own, whole, on one thread."""
+    """Return what each length of prompt gives on its own, computed whole on one thread."""
     lengths = range(1, 81)
     return {
         length: run(artifact, [prompt(length)], num_threads=1)[0][0] for length in lengths if length % 9 in (1, 5, 7)
@@ -109,7 +109,7 @@ def test_preemption_gives_the_same_bits(artifact: Path) -> None:
 
 
 def test_a_prefix_found_in_the_cache_gives_the_same_bits(artifact: Path) -> None:
-    """Of a sequence that still runs, of one that has ended, and in the step that computes it."""
+    """The prefix is one of a sequence that still runs, of one that has ended, or of one computed in the same step."""
     common = prompt(75)
     prompts = [common, [*common[:70], 9], common[:64], [*common[:40], *prompt(30)], common[:33], [*common, *prompt(6)]]
     bits, stats = run(artifact, prompts, max_num_seqs=3, max_num_batched_tokens=200, num_threads=2)
@@ -131,7 +131,7 @@ def test_what_attention_chose_gives_the_same_bits(artifact: Path) -> None:
 
 
 def test_what_lies_on_disk_gives_the_same_bits(artifact: Path, tmp_path: Path) -> None:
-    """Of an earlier run, and of a sequence of which the arena holds two blocks of five."""
+    """The blocks are those of an earlier run, and of a sequence of which the arena holds two blocks of five."""
     prompts = [prompt(length) for length in (110, 75, 40)]
     alone = [run(artifact, [ids], 35, num_threads=1)[0][0] for ids in prompts]
     block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])

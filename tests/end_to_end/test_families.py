@@ -37,7 +37,7 @@ def prompts() -> list[list[int]]:
 
 
 def reference_outputs(folder: Path) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Of transformers' own float32 eager code: greedy tokens after each prompt, and the logits of all its positions."""
+    """Return transformers' own float32 results: greedy tokens after each prompt, and all positions' logits."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -146,7 +146,7 @@ SWITCHES = [(name, feature) for name, family in FAMILIES.items() for feature in 
 
 @pytest.mark.parametrize(("name", "feature"), SWITCHES)
 def test_the_feature_is_in_force(name: str, feature: str, tmp_path: Path) -> None:
-    """Without it the same weights give other logits, so the tokens above depend on it."""
+    """With the feature off, the same weights give other logits, so that the tokens above depend on it."""
     family = FAMILIES[name]
     skip_without(family, name)
     logits: list[torch.Tensor] = []

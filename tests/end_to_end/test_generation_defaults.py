@@ -39,7 +39,7 @@ class Made:
 
 
 def of_transformers(folder: Path, ids: list[int], **changes: Any) -> list[int]:
-    """What `generate` gives by the folder's own generation config, with changes."""
+    """Return what transformers' `generate` gives with the folder's own generation config, with changes."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     inputs = torch.tensor([ids])
     out = model.generate(inputs, attention_mask=torch.ones_like(inputs), pad_token_id=0, **changes)
@@ -79,7 +79,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def wanted(made: Made) -> list[int]:
-    """Of the prompt; each field that is taken away gives something else."""
+    """Return the expected tokens; each field that is taken away gives something else."""
     ids = prompt_ids(made.folder)
     found = of_transformers(made.folder, ids)
     neutral = {"repetition_penalty": 1.0, "max_new_tokens": 30, "suppress_tokens": [300], "bad_words_ids": [[300]]}
@@ -106,7 +106,7 @@ def server(made: Made) -> Iterator[Server]:
 
 
 def run(*arguments: str | Path, stdin: str | None = None) -> str:
-    """What a command prints."""
+    """Return what a command prints."""
     done = run_inferc(*arguments, stdin=stdin)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU, greedy tokens of random families and shipped models equal Hugging Face's, token for token.
+"""Tests on an NVIDIA GPU: greedy tokens of random families and shipped models are Hugging Face's, token for token.
 
 In float32, where a near-tie does not decide; in bfloat16 the logits are compared with the reference target's.
 """
@@ -97,7 +97,7 @@ class Made:
 
 @pytest.fixture(scope="session")
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
-    """What the tests that were chosen need, in their order; each waits for its own."""
+    """Return artifacts for the chosen tests, in their order; each test waits for its own."""
     made, target = Made(tmp_path_factory.mktemp("gpu"), {}), f"cuda:{chip()}"
     chosen: dict[str, list[str]] = {"float32": [], "bfloat16": []}
     for item in request.session.items:
@@ -153,7 +153,7 @@ def test_tokens_are_the_references(made: Made, name: str) -> None:
 
 
 def runners(folder: Path, how: str = "", **changes: Any) -> tuple[CudaRunner, ReferenceRunner]:
-    """Of the artifacts `folder`-cuda`how` and `folder`-reference."""
+    """Open the artifacts `folder`-cuda`how` and `folder`-reference."""
     artifact, reference = (load_artifact(Path(f"{folder}-{target}")) for target in (f"cuda{how}", "reference"))
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, kv_memory_bytes=64 << 20, **changes)
     groups = cache_groups(artifact.kv_groups)
@@ -198,7 +198,7 @@ def test_in_the_invariant_order_neither_the_batch_nor_chunks_show(made: Made, na
 
 @pytest.mark.parametrize("name", BF16)
 def test_blocks_on_disk_have_the_same_bits(made: Made, name: str, tmp_path: Path) -> None:
-    """Of an earlier run, and of sequences that made room for others."""
+    """The blocks are those of an earlier run, and of sequences that made room for others."""
     folder = sound(made, name, "bfloat16")
     out = folder / f"{name}-bfloat16-cuda"
     artifact = load_artifact(out)

@@ -29,7 +29,7 @@ KINDS = ("qwen3", "qwen2-windows", "gemma2", "gpt_bigcode", "deepseek_v3", "gpt_
 
 
 def size(x: Tensor) -> float:
-    """Of a position in the middle of all: where a router takes another expert, any change is large."""
+    """Return the size of logits at a median position, since any change is large where a router takes another expert."""
     return float(x.pow(2).mean(-1).sqrt().median())
 
 

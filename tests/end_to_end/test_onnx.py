@@ -94,7 +94,7 @@ def test_tokens_are_hugging_faces_and_the_cpus(both: tuple[Path, Path, Path]) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_by_the_standards_ops_alone(quantize: Any, tmp_path: Path) -> None:
-    """The same model as with onnxruntime's own ops; in integers to what rounding rows makes of it."""
+    """The model is the same as with onnxruntime's own ops; in integers, up to the rounding of rows."""
     prompts = [[(7 + 13 * i * i + length) % 500 + 4 for i in range(length)] for length in (5, 40)]
     logits = []
     for target in ("onnx", "onnx:standard"):
@@ -157,7 +157,7 @@ def test_the_certificate_has_a_row_of_onnxruntime(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "int4"))])
 def test_in_float16(quantize: Any, tmp_path: Path) -> None:
-    """What a GPU's kernels are for; a CPU's mostly cast, and give the same model."""
+    """Float16 is for a GPU's kernels; a CPU's mostly cast, and give the same model."""
     config = CompileConfig(target="onnx", dtype="float16", quantize=quantize, max_model_len=128)
     summary = compile(SHIPPED / "tiny-moe", tmp_path / "out", config)
     assert summary.certificate is not None and summary.certificate["ok"]

@@ -44,7 +44,7 @@ def ragged_prompts(vocab_size: int, count: int = 8, longest: int = 60) -> list[l
 
 
 def reference_greedy(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What Hugging Face generates for each prompt on its own, in float32; its end tokens do not end it."""
+    """Return what Hugging Face generates for each prompt on its own, in float32, ignoring end tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -140,7 +140,9 @@ def shipped_nll(out: Path, **options: Any) -> float:
 @pytest.mark.parametrize(
     ("scheme", "worse"),
     [
-        *(("int8", 0.003), ("w8a8", 0.006), ("int4", 0.06)),
+        ("int8", 0.003),
+        ("w8a8", 0.006),
+        ("int4", 0.06),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("int4-g64", 0.07), ("int4-g128", 0.08))),
     ],
 )

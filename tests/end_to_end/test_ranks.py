@@ -48,7 +48,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its rows of 512 bytes are what the plan of memory leaves a line behind, but where ranks exchange them."""
+    """Return a model with rows of 512 bytes, after which a plan leaves a line free unless ranks exchange them."""
     return make_random_model("qwen3_moe", tmp_path_factory.mktemp("models") / "moe", hidden_size=128)
 
 

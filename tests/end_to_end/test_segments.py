@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: TensorRT's engines between our kernels, compiled for the GPU at hand."""
+"""Tests on an NVIDIA GPU of TensorRT's engines between inferc's kernels, compiled for the GPU at hand."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def arch() -> str:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_are_hugging_faces(model: str, arch: str, tmp_path: Path) -> None:
-    """In float32: by graphs, by chunks of prompts beside decode, and behind a prefix that is found again."""
+    """Tokens in float32 are the same with graphs, with chunks of prompts beside decode, and after a found prefix."""
     source, out = SHIPPED / model, tmp_path / "out"
     compile(source, out, CompileConfig(target=f"tensorrt-paged:{arch}", dtype="float32", certify="none"))
     need_gpu("its engines")

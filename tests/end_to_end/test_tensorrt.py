@@ -69,11 +69,11 @@ def test_tokens_are_hugging_faces(tmp_path: Path) -> None:
     ("model", "dtype"),
     [
         ("tiny-draft", "bfloat16"),
-        *(pytest.param("tiny-llama", dtype, marks=SLOW) for dtype in ("bfloat16", "float16")),
+        *[pytest.param("tiny-llama", dtype, marks=SLOW) for dtype in ("bfloat16", "float16")],
     ],
 )
 def test_in_16_bits_the_numbers_are_close(model: str, dtype: str, tmp_path: Path) -> None:
-    """Where attention is TensorRT's own."""
+    """The attention here is TensorRT's own."""
     source = SHIPPED / model
     with plans_are_kept() as known:
         config = replace(FLOAT32, dtype=dtype)  # type: ignore[arg-type]
@@ -198,8 +198,12 @@ def test_families(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "scheme"),
     [
-        *(("float32", None), ("bfloat16", None), ("float16", None)),
-        *(("bfloat16", "int8"), ("bfloat16", "w8a8"), ("bfloat16", "fp8")),
+        ("float32", None),
+        ("bfloat16", None),
+        ("float16", None),
+        ("bfloat16", "int8"),
+        ("bfloat16", "w8a8"),
+        ("bfloat16", "fp8"),
     ],
 )
 def test_on_a_gpu(dtype: DType, scheme: Quantize | None, tmp_path: Path) -> None:

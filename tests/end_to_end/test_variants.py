@@ -64,7 +64,7 @@ def test_logits_are_the_references(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_every_switch_is_in_force(name: str, tmp_path: Path) -> None:
-    """Without any one of its fields the model has other parameters or, with the same ones, other logits."""
+    """If any one of its fields is left out, the model has other parameters or, with the same ones, other logits."""
     variant = COMPILED[name]
     whole = model_of(make(variant, tmp_path / "whole"))
     for field in variant.fields:

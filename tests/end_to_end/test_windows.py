@@ -58,7 +58,7 @@ class Made:
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made]:
-    """By kind and dtype, each made once."""
+    """Return a function that makes models by kind and dtype, each of them once."""
 
     @cache
     def make_one(kind: str, dtype: str) -> Made:
@@ -84,7 +84,7 @@ def prompt(length: int) -> list[int]:
 
 
 def reference_greedy(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """What Hugging Face generates for each prompt on its own, in float32; its end tokens do not end it."""
+    """Return what Hugging Face generates for each prompt on its own, in float32, ignoring end tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -128,7 +128,7 @@ def test_sequences_run_together_where_only_given_back_blocks_make_room(made: Mad
 
 
 def test_one_sequence_longer_than_its_pool(made: Made) -> None:
-    """Where all layers have windows, a few blocks are enough for any length; a full layer needs all of them."""
+    """If all layers have windows, a few blocks are enough for any length; a full layer needs all blocks."""
     ids, count = prompt(150), 70
     with inferc.LLM(made.artifact, kv_memory_bytes=made.memory(6), max_num_batched_tokens=64) as llm:
         params = inferc.SamplingParams(max_tokens=count, **GREEDY)
@@ -219,7 +219,7 @@ NEW_TOKENS = 36
 
 @pytest.fixture(scope="module")
 def alone(exact: Made) -> dict[int, Bits]:
-    """What each length of prompt gives on its own, whole, on one thread, with memory for all of it."""
+    """Return what each length of prompt gives on its own, computed whole on one thread, with memory for all of it."""
     return {
         length: run(exact, [length], NEW_TOKENS, num_threads=1, max_num_batched_tokens=128)[0][0] for length in LENGTHS
     }

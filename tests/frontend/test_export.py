@@ -222,7 +222,7 @@ def test_code_that_branches_on_data_is_refused(tiny_llama_folder: Path, monkeypa
 def test_a_branch_on_the_number_of_tokens_is_refused(
     is_long: Callable[[Any], bool], message: str, tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch would keep the side that the traced example took, for as many tokens as take it too."""
+    """With torch alone, the side that the traced example took would be kept for as many tokens as take it too."""
     whole = transformers.LlamaModel.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +255,7 @@ def test_a_head_that_is_stored_decides_each_time(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_was_captured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the config, the dtype and the length; whoever changes a program changes no other's."""
+    """A capture is kept by config, dtype and length; changing one program changes no other."""
     folder = make_random_model("llama", tmp_path / "m", "float32")
     traced: list[object] = []
 

@@ -1,4 +1,4 @@
-"""Which layers repeat, and that a model's costs follow from two shortened ones."""
+"""Tests of which layers repeat, and that a model's costs follow from two shortened ones."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def folder(path: Path, family: str, num_layers: int, **more: Any) -> Path:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That a capture is the model is tested elsewhere, and takes longer than the capture."""
+    """Leave out the check that a capture is the model, which is tested elsewhere and takes longer than the capture."""
     monkeypatch.setattr("inferc.frontend.check.check_capture", lambda *arguments: None)
 
 
@@ -122,11 +122,16 @@ def test_a_config_alone_is_a_checkpoint_of_its_class(tmp_path: Path) -> None:
     [
         ("llama", 6, (2, 3), {"tie_word_embeddings": True}),
         pytest.param(
-            *("qwen2", 8, (2, 4), {"layer_types": ["sliding_attention", "full_attention"] * 4, **WINDOWS}),
+            "qwen2",
+            8,
+            (2, 4),
+            {"layer_types": ["sliding_attention", "full_attention"] * 4, **WINDOWS},
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *("qwen3_moe", 6, (2, 3)),
+            "qwen3_moe",
+            6,
+            (2, 3),
             {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
             marks=pytest.mark.slow,
         ),

@@ -1,4 +1,4 @@
-"""What cannot be compiled is refused by name, with what in the model is the reason."""
+"""Tests that a model which cannot be compiled is refused by name, with the reason in the model."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def with_kernel(folder: Path, edit: Edit, **attributes: Any) -> Any:
 
 @pytest.mark.slow
 def test_an_own_op_runs_with_its_own_kernel(tiny_llama_folder: Path, tiny_artifact: Path, tmp_path: Path) -> None:
-    """In the layers (by 1: the certificate agrees) and on the logits (by a half, which changes no greedy token)."""
+    """The op runs in the layers (by 1: the certificate agrees) and on the logits (by a half: tokens stay)."""
     in_layers = with_kernel(tmp_path, halve_mlp, name="in_layers", after="fuse_silu_mul")
     summary = compiled(tiny_llama_folder, tmp_path / "layers", in_layers, target="cpu", certify="full")
     assert {row["name"]: row["nodes"] for row in summary.kernels}["user_tests.halve"] == 2
@@ -443,7 +443,7 @@ def test_modules_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_config_names_passes() -> None:
-    """Without the folder they were in: equal input gives equal bytes wherever it is."""
+    """The artifact does not depend on the folder of the passes: equal input gives equal bytes wherever it is."""
     config = CompileConfig(passes=("/some/where/own.py:one", "own.two:two", a_pass(leave_alone)))
     resolved = config.resolve("float32", ContextLength(64, 64), 1)
     assert resolved.passes == ("own.py:one", "own.two:two", f"{__name__}:edit")

@@ -1,4 +1,4 @@
-"""What a server outlives: a disk that is full, a clock that jumps, a log that nobody takes, an answer without end."""
+"""Tests of faults that a server survives: a full disk, a clock that jumps, a log that nobody reads, endless answers."""
 
 import json
 import resource
@@ -96,7 +96,7 @@ def test_a_log_that_nobody_takes(tiny_artifact: Path) -> None:
 @pytest.mark.skipif(not FAKETIME, reason="libfaketime is not installed")
 @pytest.mark.parametrize("jump", [pytest.param("+40d", marks=pytest.mark.slow), "-40d"])
 def test_a_clock_that_jumps(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: str) -> None:
-    """As NTP or a resumed machine makes it: only the time of day moves."""
+    """NTP or a resumed machine lets only the time of day jump."""
     clock = tmp_path / "clock"
     clock.write_text("+0")
     for name, value in {

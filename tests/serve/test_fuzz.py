@@ -42,7 +42,7 @@ def target(tiny_artifact: Path) -> Iterator[Server]:
 
 
 def check_alive(server: Server, engine: int) -> None:
-    """It answers as before, by the same engine, and its log has no traceback."""
+    """Assert that the server answers as before, by the same engine, and that its log has no traceback."""
     assert request(server.url, "/health").status == 200
     with Client(server.address, timeout=30) as client:
         assert len(client.complete("abc", max_tokens=3, temperature=0.0, ignore_eos=True)[0].token_ids) == 3
@@ -59,9 +59,21 @@ def schemathesis(server: Server, examples: int, seed: int, folder: Path) -> int:
     checks = "not_a_server_error,content_type_conformance,negative_data_rejection,unsupported_method"
     command = [
         *(str(environment("schemathesis") / "schemathesis"), "run", f"{server.url}/openapi.json", "--checks", checks),
-        *("--max-examples", str(examples), "--seed", str(seed), "--suppress-health-check", "all"),
-        *("--request-timeout", "30", "--phases", "coverage,fuzzing", "--generation-database", "none"),
-        *("--warnings", "off", "--no-color"),
+        "--max-examples",
+        str(examples),
+        "--seed",
+        str(seed),
+        "--suppress-health-check",
+        "all",
+        "--request-timeout",
+        "30",
+        "--phases",
+        "coverage,fuzzing",
+        "--generation-database",
+        "none",
+        "--warnings",
+        "off",
+        "--no-color",
     ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout[-6000:]

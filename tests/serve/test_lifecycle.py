@@ -1,4 +1,4 @@
-"""What happens to requests and models when engines die, hang, sleep, or are loaded while a server runs."""
+"""Tests of requests and models when engines die, hang, sleep, or are loaded while a server runs."""
 
 import asyncio
 import shutil
@@ -140,7 +140,7 @@ def several(folder: Path, tiny_artifact: Path) -> Iterator[Server]:
 
 
 def kserve(client: Client, method: str) -> Any:
-    """What the Open Inference Protocol answers to an empty request."""
+    """Return what the Open Inference Protocol answers to an empty request."""
     kind = GetMessageClass(KSERVE.methods_by_name[method].output_type)
     with grpc.insecure_channel(client.address) as channel:
         return channel.unary_unary(f"/{KSERVE.full_name}/{method}", bytes, kind.FromString)(b"")
@@ -224,7 +224,7 @@ def test_a_model_sleeps_and_the_next_request_wakes_it(several: Server) -> None:
 
 @pytest.fixture(scope="module")
 def one_awake(tiny_artifact: Path) -> Iterator[Server]:
-    """One artifact under three names."""
+    """Serve one artifact under three names, of which one may be awake."""
     names = (f"{name}={tiny_artifact}" for name in ("two", "three"))
     with Server(f"one={tiny_artifact}", *names, "--max-awake", "1", "--kv-memory", "8MB") as server:
         yield server

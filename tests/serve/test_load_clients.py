@@ -18,11 +18,18 @@ def test_guidellm(url: str, tiny_artifact: Path, tmp_path: Path, route: str) -> 
     requests, output_len = 12, 8
     command = [
         *(str(environment("guidellm") / "guidellm"), "run", "--disable-console-interactive"),
-        *("--backend", f"kind=openai_http,target={url},model={tiny_artifact.name},request_format={route}"),
-        *("--tokenizer", f"kind=huggingface_auto,model={MODEL}"),
-        *("--profile", "kind=concurrent,streams=4", "--constraint", f"kind=max_requests,count={requests}"),
-        *("--data", f"kind=synthetic_text,prompt_tokens=24,output_tokens={output_len}"),
-        *("--output", f"kind=json,path={tmp_path / 'found.json'}"),
+        "--backend",
+        f"kind=openai_http,target={url},model={tiny_artifact.name},request_format={route}",
+        "--tokenizer",
+        f"kind=huggingface_auto,model={MODEL}",
+        "--profile",
+        "kind=concurrent,streams=4",
+        "--constraint",
+        f"kind=max_requests,count={requests}",
+        "--data",
+        f"kind=synthetic_text,prompt_tokens=24,output_tokens={output_len}",
+        "--output",
+        f"kind=json,path={tmp_path / 'found.json'}",
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(command, env=offline, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)

@@ -17,7 +17,7 @@ WARNING = "files may be open, and 1024 streams take 1536: connections beyond tha
 
 
 def under(limit: str) -> tuple[str, ...]:
-    """What a command is started by that has this limit."""
+    """Return the words in front of a command that start it with this limit."""
     return ("sh", "-c", f'ulimit {limit} && exec "$@"', "sh")
 
 

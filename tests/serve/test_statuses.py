@@ -1,4 +1,4 @@
-"""What a client is told of an error, and when to come again."""
+"""Tests of what a client is told of an error, and of when to come again."""
 
 import msgspec
 import pytest

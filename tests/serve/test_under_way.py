@@ -1,4 +1,4 @@
-"""What is being answered, as the end of a server waits for it."""
+"""Tests of requests under way, for which a server waits before it ends."""
 
 import asyncio
 

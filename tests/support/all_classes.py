@@ -58,7 +58,7 @@ OF_CODE = (
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a class: `result` is "equal" or a key of FEATURES, or what else went wrong; `says` the refusal."""
+    """The outcome for a class: `result` is "equal", a key of FEATURES, or what else went wrong; `says` the refusal."""
 
     result: str
     says: str = ""
@@ -85,7 +85,7 @@ def prompts() -> list[list[int]]:
 
 
 def reference(folder: Path, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Any]]:
-    """Of transformers' float32 eager code: greedy tokens after each prompt, each computed whole, and its logits."""
+    """Return transformers' float32 results: greedy tokens after each prompt, each computed whole, and its logits."""
     import torch
     import transformers
 
@@ -106,7 +106,7 @@ def reference(folder: Path, prompts: list[list[int]], new_tokens: int) -> tuple[
 
 
 def fault_of_model(folder: Path) -> str:
-    """What transformers' own code raises for a prompt, "" for a model that runs."""
+    """Return the error that transformers' own code raises for a prompt, or "" for a model that runs."""
     try:
         reference(folder, prompts()[:1], 1)
     except Exception as error:  # noqa: BLE001 (whatever it is)
@@ -174,7 +174,7 @@ def version() -> str:
 
 
 def write_results(found: dict[str, Found]) -> None:
-    """Without errors, which are another processor's elsewhere."""
+    """Write the results without errors, which differ on other processors."""
     import transformers
 
     classes = {name: {"result": each.result, "says": each.says} for name, each in sorted(found.items())}

@@ -149,7 +149,7 @@ class ArmKernels(Kernels):
         self.process.close()
 
     def address(self, held: NDArray[Any] | ctypes.Structure) -> int:
-        """Where the next call finds an array or a struct."""
+        """Return the address at which the next call finds an array or a struct."""
         if isinstance(held, ctypes.Structure):
             return self._lend(ctypes.addressof(held), ctypes.sizeof(held))
         return self._lend(held.ctypes.data, held.nbytes)

@@ -25,7 +25,7 @@ INT8 = torch.int8
 
 @dataclass(frozen=True)
 class Step:
-    """seqs: (new, length) of each sequence."""
+    """A step of attention; seqs: (new, length) of each sequence."""
 
     seqs: tuple[tuple[int, int], ...]
     dtype: torch.dtype = F32
@@ -55,7 +55,7 @@ class Step:
 
     @property
     def decodes(self) -> list[bool]:
-        """Of each sequence, whether it is decode's."""
+        """Return for each sequence whether it is a decode."""
         return [new <= query_limit(self.group) for new, _ in self.seqs]
 
     @property
@@ -79,7 +79,7 @@ class Step:
         return float(self.dim**-0.5)
 
     def shape(self) -> AttentionShape:
-        """What the kernels are made for."""
+        """Return the shape for which the kernels are made."""
         names = ("heads", "kv_heads", "dim", "block_size", "scale", "softcap", "mask", "window", "has_sinks", "int8_kv")
         return AttentionShape(
             dtype=dtype_name(self.dtype),
@@ -96,7 +96,7 @@ class Step:
 
 
 def cell_starts(step: Step) -> list[int]:
-    """Where the cells of keys begin, to behind every sequence of a test."""
+    """Return the first keys of all cells, up to one beyond every sequence of a test."""
     if not step.deterministic:
         return list(range(0, 20000, 64))
     if step.mask != "causal":
@@ -111,7 +111,7 @@ def cell_starts(step: Step) -> list[int]:
 
 
 def plan(step: Step) -> Tensor:
-    """What `attention_plan` is to make."""
+    """Return the plan that `attention_plan` is to make."""
     starts = [0]
     for (new, length), decodes in zip(step.seqs, step.decodes, strict=True):
         first = step.first_key(new, length)
@@ -161,8 +161,18 @@ def inputs(step: Step, groups: Groups = ()) -> tuple[dict[str, Tensor], Tensor, 
     clean = cache.clone()
     clean[0] = 0
     result = ops.paged_attention(
-        *(q.view(-1, step.heads, step.dim), clean, table, step.starts, step.lengths, sinks, LAYER),
-        *(step.scale, step.mask, step.window, step.softcap, slopes),
+        q.view(-1, step.heads, step.dim),
+        clean,
+        table,
+        step.starts,
+        step.lengths,
+        sinks,
+        LAYER,
+        step.scale,
+        step.mask,
+        step.window,
+        step.softcap,
+        slopes,
     )
     tensors = {
         "q_ptr": q,

@@ -20,7 +20,7 @@ def write_rows(path: Path, rows: Iterable[Any]) -> Path:
 
 
 def responses(path: Path) -> dict[str, Any]:
-    """What answered each custom_id, without what names or dates it."""
+    """Return the response to each custom_id, without its names and dates."""
     found = {}
     for line in path.read_text().splitlines():
         answer = json.loads(line)
@@ -37,7 +37,7 @@ def responses(path: Path) -> dict[str, Any]:
 
 
 def texts(response: Any) -> list[str]:
-    """What a completion says."""
+    """Return the texts of a completion."""
     return [choice["text"] for choice in response["body"]["choices"]]
 
 

@@ -22,7 +22,7 @@ def environment(name: str) -> Path:
 
 
 def run_client(name: str, script: str, *arguments: str, timeout: float = 120) -> Any:
-    """What a script of tests/clients prints as JSON."""
+    """Run a script of tests/clients, and return what it prints as JSON."""
     command = [str(environment(name) / "python"), str(SCRIPTS / script), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     assert result.returncode == 0, result.stderr

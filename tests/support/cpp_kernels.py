@@ -70,7 +70,7 @@ def build_units(units: Sequence[Unit], isa: str, compiler: Compiler | None = Non
 
 @contextmanager
 def building(isa: str) -> Iterator[None]:
-    """One process at a time, which has all cores: the others find in the cache what they came for."""
+    """Let one process at a time build, with all cores; the others then find the result in the cache."""
     cache = debug.cache_dir()
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / f"tests-{isa}.lock", "w") as lock:
@@ -96,7 +96,7 @@ class Kernels:
         return getattr(self.library, name)(*(_convert(arg) for arg in args))
 
     def address(self, held: NDArray[Any] | ctypes.Structure) -> int:
-        """Of an array or struct that a struct points to, for the next call."""
+        """Return the address of an array or struct that a struct points to, for the next call."""
         return ctypes.addressof(held) if isinstance(held, ctypes.Structure) else int(held.ctypes.data)
 
     def run(self, name: str, dtype: torch.dtype, *args: Any) -> None:
@@ -141,11 +141,31 @@ def moe_experts(kernels: Kernels, **given: Any) -> Tensor:
     group = 0 if of_groups is None else int4_group(values["gate_up"], of_groups)
     group_scales = [None if each is None else group_panels(each) for each in (of_groups, values["down_group_scale"])]
     kernels.run(
-        *("test_moe_experts", dtype, x, values["x_scale"], ids, values["expert_weights"]),
-        *(packed(values["gate_up"]), packed(values["down"]), values["gate_up_bias"], values["down_bias"]),
-        *(values["gate_up_scale"], values["down_scale"], *group_scales, group),
-        *(ACTIVATIONS.index(values["activation"]), values["alpha"], values["limit"], values["scale_input"]),
-        *(rows, top_k, experts, hidden, both // 2, out, work),
+        "test_moe_experts",
+        dtype,
+        x,
+        values["x_scale"],
+        ids,
+        values["expert_weights"],
+        packed(values["gate_up"]),
+        packed(values["down"]),
+        values["gate_up_bias"],
+        values["down_bias"],
+        values["gate_up_scale"],
+        values["down_scale"],
+        *group_scales,
+        group,
+        ACTIVATIONS.index(values["activation"]),
+        values["alpha"],
+        values["limit"],
+        values["scale_input"],
+        rows,
+        top_k,
+        experts,
+        hidden,
+        both // 2,
+        out,
+        work,
     )
     return out
 
@@ -168,7 +188,7 @@ def _node(op: Any, values: dict[str, Any], out: Tensor) -> torch.fx.Node:
 
 
 def nan(*sizes: int, dtype: torch.dtype) -> Tensor:
-    """What a kernel writes its result over."""
+    """Return a tensor of NaN, for a kernel to write its result over."""
     return torch.full(sizes, float("nan"), dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a step on a GPU, or on one that is not there, computes."""
+"""Results of a step on a GPU, or on a fake one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run(runner: CudaRunner, plan: StepPlan) -> StepResult:
 
 
 def logits(runner: CudaRunner, artifact: CompiledForCuda, plan: StepPlan) -> F32:
-    """Of a step that runs launch by launch, in the model's dtype: bfloat16 as its bits in uint16."""
+    """Return the logits of a step that runs launch by launch, in the model's dtype: bfloat16 as its bits in uint16."""
     seen: list[F32] = []
     logits_id = artifact.program.observable[-1].id
     runner.set_observer(lambda entry, _, rows: seen.append(rows) if entry.id == logits_id else None)

@@ -29,7 +29,7 @@ def as_captured(made: Example) -> torch.Tensor:
 def run_dense(
     made: Example, chunk_size: int, session: onnxruntime.InferenceSession | None = None, apart: bool = False
 ) -> torch.Tensor:
-    """The same in calls of `chunk_size` tokens, of both or of one of them."""
+    """Run prompts through a dense cache in calls of `chunk_size` tokens, of both sequences or of one of them."""
     others = {name: value for name, value in made.inputs.items() if name not in IDS}
     found = []
     for texts in ((PROMPT,), (OTHER,)) if apart else ((PROMPT, OTHER),):

@@ -42,7 +42,12 @@ def moe_routing_cases() -> Iterator[Case]:
             tensors["bias_ptr"] = bias
         kinds = (dtype_name(dtype), dtype_name(dtype if bias_dtype is None else bias_dtype))
         source = moe_routing(
-            *(kinds, "tokens", experts, top_k, (experts, top_k, top_k), score),
+            kinds,
+            "tokens",
+            experts,
+            top_k,
+            (experts, top_k, top_k),
+            score,
             has_bias=bias is not None,
             renormalize=renormalize,
             scale=scale,
@@ -126,7 +131,14 @@ def grouped_linear_cases() -> Iterator[Case]:
             expected = activated(gate, up, activation, more.get("alpha", 1.0), more.get("limit", 0.0))
         tensors["out_ptr"] = empty(rows * top_k, n, dtype=dtype)
         source = grouped_linear(
-            *(dtype_name(dtype), dtype_name(weight.dtype), "tokens", experts, top_k, n, k, (k, top_k)),
+            dtype_name(dtype),
+            dtype_name(weight.dtype),
+            "tokens",
+            experts,
+            top_k,
+            n,
+            k,
+            (k, top_k),
             gated=gated,
             few=few,
             has_bias=bias,
@@ -139,8 +151,12 @@ def grouped_linear_cases() -> Iterator[Case]:
 
 def sum_choices_cases() -> Iterator[Case]:
     for dtype, rows, experts, top_k, width, weighs in (
-        *((F32, 1, 1, 1, 1, True), (BF16, 5, 8, 2, 96, True), (F32, 3, 16, 6, 1025, True)),
-        *((BF16, 4, 8, 3, 64, False), (F16, 2, 8, 8, 32, True), (F32, 4, 8, 3, 64, False)),
+        (F32, 1, 1, 1, 1, True),
+        (BF16, 5, 8, 2, 96, True),
+        (F32, 3, 16, 6, 1025, True),
+        (BF16, 4, 8, 3, 64, False),
+        (F16, 2, 8, 8, 32, True),
+        (F32, 4, 8, 3, 64, False),
     ):
         ids, share = choices(rows, experts, top_k)
         x = numbers(rows * top_k, width, dtype=dtype)

@@ -167,7 +167,7 @@ class FakeCublasLt:
     # ------------------------------------------------------------------------------- products
 
     def _described(self, handle: Any, desc: Any, *layouts: Any) -> tuple[Desc, list[Layout]]:
-        """What a product is of, if it is one."""
+        """Return what a product is made of, or None if it is no product."""
         self._of(handle, FakeCublasLt)
         of, (a, b, c, d) = self._of(desc, Desc), (self._of(each, Layout) for each in layouts)
         if (of.compute, of.scale) != (68, 0) or of.attributes.get(3) != 1 or of.attributes.get(7, 1) not in (1, 4):

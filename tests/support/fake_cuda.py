@@ -144,7 +144,7 @@ class FakeCuda:
                 self.know((path.parent / f"{entry['name']}.{suffix}").read_bytes(), record_from_json(entry))
 
     def know(self, code: bytes, record: LaunchRecord) -> None:
-        """What a cubin is, since this driver cannot run it."""
+        """Tell the driver what a cubin computes, since it cannot run it."""
         self._known[hashlib.sha256(code).hexdigest()] = record
 
     def __getattr__(self, name: str) -> Any:
@@ -454,6 +454,6 @@ class FakeCuda:
         return [each for each in self._objects.values() if isinstance(each, Executable)]
 
     def check(self) -> None:
-        """That no kernel wrote where nothing was allocated."""
+        """Assert that no kernel wrote where nothing was allocated."""
         for memory in (*self.device.values(), *self.host.values()):
             memory.check_guards()

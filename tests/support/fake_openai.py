@@ -15,7 +15,10 @@ Json = dict[str, Any]
 
 @dataclass
 class Behaviour:
-    """refusals: statuses of requests, in turn after the first; 200: it is answered. tokens: of each chunk."""
+    """The behaviour of a fake server.
+
+    refusals: statuses of requests, in turn after the first; 200: it is answered. tokens: of each chunk.
+    """
 
     takes_ids: bool = True
     takes_extras: bool = True

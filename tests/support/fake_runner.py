@@ -40,7 +40,7 @@ def drawn_of(ids: list[int], position: int) -> int:
 
 
 def mass_of(drawn: int, block: int) -> int:
-    """What the query with this number gives a block."""
+    """Return the attention that the query with this number gives a block."""
     return drawn * (block + 1) % 997
 
 
@@ -78,12 +78,12 @@ def kept_blocks(ids: list[int], position: int, group: CacheGroup, size: int) -> 
 
 
 def seen_tokens(ids: list[int], position: int, group: CacheGroup, size: int) -> list[int]:
-    """Which tokens the query at a position sees where a cache evicts, else all up to it."""
+    """Return the tokens that the query at a position sees where a cache evicts, else all up to it."""
     if not isinstance(group, EvictedCacheGroup):
         return list(range(position + 1))
     kept = kept_blocks(ids, position, group, size)
     return [
-        *(block * size + place for block in kept for place in range(size)),
+        *[block * size + place for block in kept for place in range(size)],
         *range(group.first_key(position), position + 1),
     ]
 
@@ -270,7 +270,7 @@ class FakeRunner:
         return [contexts[row] for row in plan.logits_rows.tolist()]
 
     def _count(self, plan: StepPlan, b: int, text: list[int], group: CacheGroup) -> None:
-        """What the counted queries of one sequence give; those that must be are counted, and no others."""
+        """Add what the counted queries of one sequence give; exactly those that must be are counted."""
         first, end = plan.query_start_loc[b : b + 2].tolist()
         positions = plan.positions[first:end].tolist()
         wanted = [first + i for i, position in enumerate(positions) if is_counted(position, group)]
@@ -320,7 +320,12 @@ def make_engine(
 ) -> Engine:
     counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
     config = SchedulerConfig(
-        *(max_num_seqs, max_num_batched_tokens, max_model_len, counts, block_size, tuple(groups)),
+        max_num_seqs,
+        max_num_batched_tokens,
+        max_model_len,
+        counts,
+        block_size,
+        tuple(groups),
         chunked_prefill,
         prefix_cache,
         policy,
@@ -350,7 +355,7 @@ def make_for_ever(begun: str) -> Engine:
 
 
 def make_breaking(ends: bool = True) -> Engine:
-    """It breaks in its third step, and then comes to its end or does not."""
+    """Make an engine that breaks in its third step, and whose process then ends or does not."""
     engine = make_engine()
     engine.runner.fail_at = 3  # type: ignore[attr-defined]
     if not ends:

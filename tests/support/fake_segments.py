@@ -17,7 +17,7 @@ from inferc.runtime.runners.reference import graph_of
 
 
 def known_plans(folder: Path) -> dict[str, Known]:
-    """By the digest of each plan the network that it was built from, which is the one that its layers tell of."""
+    """Return by the digest of each plan the network that it was built from, as its layers tell."""
     artifact = load_artifact(folder)
     assert artifact.manifest.tensorrt is not None
     program = graph_of(artifact)

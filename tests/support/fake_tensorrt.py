@@ -46,7 +46,7 @@ def digest(plan: Any) -> str:
 
 @contextmanager
 def plans_are_kept() -> Iterator[dict[str, Known]]:
-    """Of what is compiled within the block, each plan's network by the plan's digest."""
+    """Keep the network of each plan that is compiled within the block, by the plan's digest."""
     known: dict[str, Known] = {}
     nets: dict[int, TensorRTNetwork] = {}
     build, plan = emit.build, Building.plan

@@ -22,11 +22,16 @@ I32, I64 = torch.int32, torch.int64
 
 def norm_parts_cases() -> Iterator[Case]:
     for dtype, rows, parts, width, how, centers, bias, own in (  # own: weights of each part
-        *((F32, 1, 1, 16, 2, True, True, False), (BF16, 3, 1, 1000, 2, True, True, False)),
-        *((F32, 5, 1, 65, 0, True, False, False), (BF16, 2, 1, 4096, 2, True, False, False)),
-        *((BF16, 3, 5, 80, 2, True, False, True), (F16, 2, 3, 64, 2, True, True, True)),
-        *((BF16, 3, 5, 80, 1, False, False, False), (F32, 2, 3, 24, 2, False, False, False)),
-        *((BF16, 4, 2, 128, 0, False, False, False), (BF16, 3, 1, 1000, 1, False, False, False)),
+        (F32, 1, 1, 16, 2, True, True, False),
+        (BF16, 3, 1, 1000, 2, True, True, False),
+        (F32, 5, 1, 65, 0, True, False, False),
+        (BF16, 2, 1, 4096, 2, True, False, False),
+        (BF16, 3, 5, 80, 2, True, False, True),
+        (F16, 2, 3, 64, 2, True, True, True),
+        (BF16, 3, 5, 80, 1, False, False, False),
+        (F32, 2, 3, 24, 2, False, False, False),
+        (BF16, 4, 2, 128, 0, False, False, False),
+        (BF16, 3, 1, 1000, 1, False, False, False),
         (F32, 2, 1, 65, 2, False, False, False),
     ):
         packed = numbers(rows, (parts + 1) * width, dtype=dtype) + 0.5
@@ -51,7 +56,8 @@ def norm_parts_cases() -> Iterator[Case]:
                 (parts, width),
                 (packed.stride(0), *(parts * width,) * 2, width if own else 0),
             ),
-            *(1e-5, weight_order(how > 0, how == 1)),
+            1e-5,
+            weight_order(how > 0, how == 1),
             offset=0.0 if centers else 1.0,
             adds=adds,
             centers=centers,
@@ -99,7 +105,9 @@ def pointwise_cases() -> Iterator[Case]:
     weight, of_parts = numbers(24, dtype=BF16), numbers(4, 1)
     yield _pointwise(
         *("gate of a row", "x2 + (sigmoid(x0) * x1)", [one, gate, up]),
-        *([(1, 0, 0), *plain], BF16, (1, 96)),
+        [(1, 0, 0), *plain],
+        BF16,
+        (1, 96),
     )
     positions = torch.arange(5, dtype=I64) * 8190
     text = "(log(1.0 + floor(((x0 + 1.0) / 8192))) * 0.1) + 1.0"
@@ -135,7 +143,9 @@ def _pointwise(
 
 def rope_cases() -> Iterator[Case]:
     for dtype, rows, heads, dim, half, pairs in (
-        *((F32, 1, 1, 2, 1, "halves"), (BF16, 5, 4, 64, 32, "halves"), (BF16, 3, 2, 80, 16, "halves")),
+        (F32, 1, 1, 2, 1, "halves"),
+        (BF16, 5, 4, 64, 32, "halves"),
+        (BF16, 3, 2, 80, 16, "halves"),
         *(
             (BF16, 3, 2, 64, 16, "neighbours"),
             (F32, 4, 3, 24, 12, "neighbours_to_halves"),

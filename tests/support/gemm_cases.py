@@ -69,7 +69,11 @@ def linear_cases() -> Iterator[Case]:
             expected = expected.to(out_dtype) if residual is None else residual + expected.to(out_dtype)
         source = linear(
             *(dtype_name(dtype), dtype_name(out_dtype), "tokens", n, k, (x.stride(0), n + 8, n)),
-            *(bias, adds, up_to, int8, ("x_ptr",) if misaligned(x) else ()),
+            bias,
+            adds,
+            up_to,
+            int8,
+            ("x_ptr",) if misaligned(x) else (),
         )
         tensors.update(x_ptr=x, out_ptr=empty(rows, n, dtype=out_dtype))
         tensors.update({} if shift is None else {"bias_ptr": shift})
@@ -126,12 +130,39 @@ def qkv_rope_kv_write_cases() -> Iterator[Case]:
         canonical = numbers(tokens // 2 + 2, 2, 2, 4, kv_heads, dim, dtype=dtype)
         slots = torch.randperm(4 * len(canonical), generator=torch.Generator().manual_seed(1))[:tokens]
         q, cache = ops.qkv_rope_kv_write(
-            *(x, weight, shift, *norms, 1e-6, 1.0, how == weight_order(True, True), table, canonical, slots, 1),
-            *(heads, pairs, None, tensors.get("scale_ptr")),
+            x,
+            weight,
+            shift,
+            *norms,
+            1e-6,
+            1.0,
+            how == weight_order(True, True),
+            table,
+            canonical,
+            slots,
+            1,
+            heads,
+            pairs,
+            None,
+            tensors.get("scale_ptr"),
         )
         source = qkv_rope_kv_write(
-            *(dtype_name(dtype), heads, kv_heads, dim, half, pairs, k, (k, 2 * half, heads * dim), 2, 4, bias, up_to),
-            *(int8, 1e-6, 1.0, how),
+            dtype_name(dtype),
+            heads,
+            kv_heads,
+            dim,
+            half,
+            pairs,
+            k,
+            (k, 2 * half, heads * dim),
+            2,
+            4,
+            bias,
+            up_to,
+            int8,
+            1e-6,
+            1.0,
+            how,
         )
         pool = to_pool(canonical)[:, 1]
         out = empty(tokens, heads * dim, dtype=dtype)

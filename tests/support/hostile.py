@@ -31,7 +31,14 @@ NUMBERS = (
         "Infinity",
     ),
     *("-Infinity", str(2**31 - 1), str(2**31), str(-(2**31)), str(2**63), str(2**64 - 1), str(2**64), str(2**70)),
-    *("1" * 400, "-" + "1" * 400, "1" * 4300, "1" * 4301, "1" * 6000, "1" * 400 + ".5", "0." + "1" * 400, "1E+0"),
+    "1" * 400,
+    "-" + "1" * 400,
+    "1" * 4300,
+    "1" * 4301,
+    "1" * 6000,
+    "1" * 400 + ".5",
+    "0." + "1" * 400,
+    "1E+0",
 )
 TEXTS = (
     *(
@@ -49,11 +56,29 @@ TEXTS = (
         "a\udc00b",
         "\ud83d\ude00",
     ),
-    *("\U0001f469\u200d\U0001f469", "x" * 300, "\n\n", "{{ 1 }}", "</s>", "../../etc/passwd", "a" * 1025, "ab" * 3000),
+    "\U0001f469\u200d\U0001f469",
+    "x" * 300,
+    "\n\n",
+    "{{ 1 }}",
+    "</s>",
+    "../../etc/passwd",
+    "a" * 1025,
+    "ab" * 3000,
 )
 WORDS = ("null", "true", "false", "[]", "{}", '""', "[null]", "[[]]", "[{}]", "{}}", "nul", "")
 FIELDS = (
-    *("model", "prompt", "messages", "input", "tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
+    "model",
+    "prompt",
+    "messages",
+    "input",
+    "tokens",
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
     *(
         "stop_token_ids",
         "presence_penalty",
@@ -140,7 +165,7 @@ TYPES = (
 
 
 def a_text(rng: random.Random) -> str:
-    """As JSON, escaped or, where it can be, as it is."""
+    """Return a text as JSON, escaped or, where it can be, as it is."""
     text = rng.choice(TEXTS)
     if rng.random() < 0.3:
         return json.dumps(text, ensure_ascii=False)
@@ -148,7 +173,7 @@ def a_text(rng: random.Random) -> str:
 
 
 def _long_list(rng: random.Random) -> str:
-    """One wrong element far from the beginning."""
+    """Return a list with one wrong element far from its beginning."""
     each = rng.choice(("1", '"a"', "[1]", '{"role":"user","content":"a"}', "{}", "[]", "1.0", "null"))
     return "[" + f"{each}," * rng.choice((10, 300, 3000, 20_000)) + a_value(rng, 4) + "]"
 

@@ -32,7 +32,7 @@ class Reply:
 
     @property
     def events(self) -> list[Any]:
-        """Of a stream: the objects, without the mark of its end, which must be there."""
+        """The objects of a stream, without the mark of its end, which must be there."""
         lines = self.body.decode().split("\n\n")
         assert lines[-1] == "" and lines[-2] == "data: [DONE]", lines[-3:]
         assert all(line.startswith("data: ") for line in lines[:-1])
@@ -47,7 +47,10 @@ def request(
     method: str | None = None,
     timeout: float = TIMEOUT,
 ) -> Reply:
-    """body: bytes as they are, anything else as JSON; timeout: seconds in which the next of the answer must come."""
+    """Send a request over HTTP.
+
+    body: bytes as they are, anything else as JSON; timeout: seconds in which the next of the answer must come.
+    """
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
     try:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()

@@ -21,7 +21,7 @@ from inferc.targets import Target
 
 @contextmanager
 def library_preferred(folder: Path, arch: str, from_rows: int, model: Path, dtype: str) -> Iterator[None]:
-    """From so many rows on, for a model that is compiled for this chip meanwhile. folder: for the data."""
+    """Prefer a library from so many rows on, for models compiled for this chip meanwhile; folder: for the data."""
     program = capture(load(model), dtype, 128, check=False)
     lower(program, LowerConfig(Target.parse(f"cuda:{arch}")))
     sources = emit(program, memory_plan(program).values).sources.items()

@@ -38,7 +38,7 @@ def by_transformers(folder: Path) -> list[Tensor]:
 
 
 def logits_of(model: Any) -> list[Tensor]:
-    """The same of a model of transformers that is loaded."""
+    """Return the logits of a loaded model of transformers."""
     with torch.no_grad():
         return [model(input_ids=torch.tensor([each]), use_cache=False).logits[0] for each in prompts()]
 
@@ -55,7 +55,7 @@ def by_program(folder: Path, target: str = "cpu", dtype: str = "float32") -> lis
 
 
 def by_kernels(artifact: Path) -> list[Tensor]:
-    """The same of an artifact's kernels, in chunks of 64 tokens at most."""
+    """Return the logits by an artifact's kernels, in chunks of 64 tokens at most."""
     return run_kernels(artifact, prompts(), 0)[1]
 
 

@@ -272,7 +272,7 @@ class Compiled:
         self.finish(shape.block_size, shape.max_positions, shape.vocab)
 
     def finish(self, block_size: int, max_model_len: int, vocab_size: int) -> None:
-        """What a loaded artifact says of the compiled program."""
+        """Add the facts of the compiled program that a loaded artifact has."""
         self.stored = {name: self.store(name) for name in self.lowered.weights}
         self.weights = [
             StoredWeight(name, "", 0, value.nbytes, str(value.dtype), value.shape, value.shape, "")

@@ -1,4 +1,4 @@
-"""engine.json as another inferc, or an attacker, would have written it: changed, with a digest that matches."""
+"""Manifests as another inferc, or an attacker, would write them: changed, with a digest that matches."""
 
 from __future__ import annotations
 

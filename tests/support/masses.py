@@ -1,4 +1,4 @@
-"""What attention gives to blocks of keys, computed plainly."""
+"""The attention that blocks of keys get, computed plainly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ONE = 2.0**32  # a mass of 1, as compiled steps count it
 
 
 def stored_rows(canonical: Tensor, dim: int) -> Tensor:
-    """float64 rows [..., dim] of a canonical cache: int8 rows end with their scale's four bytes."""
+    """Return float64 rows [..., dim] of a canonical cache, in which int8 rows end with their scale's four bytes."""
     if canonical.dtype != torch.int8:
         return canonical.double()
     scale = canonical[..., dim:].contiguous().view(torch.float32)

@@ -1,4 +1,4 @@
-"""docs/models.md, made of the table of families. Run it to write the document anew."""
+"""The document docs/models.md, made of the table of families. Run it to write the document anew."""
 
 from __future__ import annotations
 

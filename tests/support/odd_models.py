@@ -133,11 +133,9 @@ def config_of(model_type: str, **overrides: Any) -> Any:
     kind = transformers.CONFIG_MAPPING[model_type]
     known: set[str] = set()
     for each in kind.__mro__:
-        made_with: Any = vars(each).get("__init__")
-        known |= {
-            *getattr(each, "__annotations__", ()),
-            *(inspect.signature(made_with).parameters if made_with else ()),
-        }
+        known.update(getattr(each, "__annotations__", ()))
+        if made_with := vars(each).get("__init__"):
+            known.update(inspect.signature(made_with).parameters)
     renamed = getattr(kind, "attribute_map", None) or {}
     fields = {name: value for name, value in SIZES.items() if name in known and name not in renamed}
     fields.update(ALWAYS)

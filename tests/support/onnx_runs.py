@@ -37,7 +37,7 @@ def write_weights(program: Program, reader: TensorReader, folder: Path) -> dict[
 
 
 def session_of(made: Example, folder: Path, target: Target = ONNX) -> onnxruntime.InferenceSession:
-    """The program's model, checked with its shapes, in onnxruntime. Its results are called out0, out1, …"""
+    """Open the program's model in onnxruntime, checked with its shapes; its results are called out0, out1, …"""
     program = made.program
     choose_for(target)(program)
     graph = build(program, write_weights(program, made.reader, folder))
@@ -53,7 +53,7 @@ def session_of(made: Example, folder: Path, target: Target = ONNX) -> onnxruntim
 
 
 def run_onnx(made: Example, folder: Path, target: Target = ONNX) -> list[Tensor]:
-    """What onnxruntime makes of the example's inputs."""
+    """Return what onnxruntime makes of the example's inputs."""
     session = session_of(made, folder, target)
     wanted = {each.name for each in session.get_inputs()}
     arrays = {name: value.numpy() for name, value in made.inputs.items() if name in wanted}

@@ -107,7 +107,7 @@ def _matmul(left: NDArray[Any], right: NDArray[Any], dtype: Any) -> NDArray[Any]
 
 
 def _without_blas() -> ModuleType:
-    """numpy, for the interpreter alone, with `_matmul`."""
+    """Return numpy for the interpreter alone, with `_matmul`."""
     module = ModuleType(np.__name__)
     vars(module).update(vars(np), matmul=_matmul)
     return module
@@ -115,7 +115,7 @@ def _without_blas() -> ModuleType:
 
 @functools.cache
 def use() -> None:
-    """From now on, in this process."""
+    """Replace the interpreter's functions, from now on, in this process."""
     builder = interpreter.interpreter_builder
     # An overflow of integers is looked for in every sum and product, and nothing said of it but in debug.
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)

@@ -1,4 +1,4 @@
-"""One rank of an artifact in its own process: `python rank_process.py ARTIFACT INDEX STORE` prints its greedy tokens.
+"""Run one rank of an artifact in its own process: `python rank_process.py ARTIFACT INDEX STORE` prints its tokens.
 
 Tensor and expert ranks exchange, and stages hand rows on, through torch.distributed (gloo).
 """

@@ -21,7 +21,7 @@ def _arch() -> str | None:
 
 
 def chip(elsewhere: str = "sm_90") -> str:
-    """What to compile for: the GPU of this machine; `elsewhere` where there is none."""
+    """Return the chip to compile for: the GPU of this machine; `elsewhere` where there is none."""
     return _arch() or elsewhere
 
 

@@ -39,8 +39,10 @@ class Sizes:
 
 @dataclass
 class SampledStep:
-    """logits [S, vocab]; in_prompt and num_output [slots, vocab] of the slots that count; chunk: rows sampled
-    at once."""
+    """A step with sampled rows.
+
+    logits [S, vocab]; in_prompt and num_output [slots, vocab] of the slots that count; chunk: rows sampled at once.
+    """
 
     name: str
     logits: F32
@@ -55,7 +57,7 @@ class SampledStep:
         return int(self.logits.shape[1])
 
     def processed(self, row: int) -> F32:
-        """What the choice is made from. NaN counts as -inf does."""
+        """Return the logits from which the choice is made. NaN counts as -inf does."""
         slot = int(self.rows.seq_slots[row])
         return _processed(self.rows, row, self.logits_without_nan(row), *self.seen(slot))
 
@@ -64,7 +66,7 @@ class SampledStep:
         return np.where(np.isnan(logits), np.float32(-np.inf), logits)
 
     def seen(self, slot: int) -> tuple[NDArray[np.bool_], I32]:
-        """Which tokens are in the slot's prompt, and how often each was output."""
+        """Return the tokens that are in the slot's prompt, and how often each was output."""
         none = np.zeros(self.vocab, np.int32)
         return self.in_prompt.get(slot, none.astype(np.bool_)), self.num_output.get(slot, none)
 
@@ -91,7 +93,7 @@ class SampledStep:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Of the logits, and of what they are processed to."""
+        """Return the strides of the logits, and of what they are processed to."""
         return self.vocab + 3, -(-self.vocab // 4) * 4
 
 
@@ -131,7 +133,7 @@ def run_step(step: SampledStep, launch: Launch, device: str = "cpu") -> dict[str
 
 
 def _parameters(step: SampledStep, slots: int, device: str) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
-    """What kernels read of a step by the names of their arguments, and the counts of slots."""
+    """Return what kernels read of a step by the names of their arguments, and the counts of slots."""
     rows = step.rows
     names = {"seq_slots": "slots", "repetition_penalty": "repetition"}
     names |= {"presence_penalty": "presence", "frequency_penalty": "frequency"}
@@ -161,7 +163,7 @@ def _parameters(step: SampledStep, slots: int, device: str) -> tuple[dict[str, T
 
 
 def faults(step: SampledStep, found: dict[str, NDArray[Any]]) -> list[str]:
-    """In what a sampled step is not what the oracle makes of it."""
+    """Return the differences of a sampled step from what the oracle makes of it."""
     wrong: list[str] = []
 
     def check(what: str, value: Any, expected: Any) -> None:

@@ -193,7 +193,7 @@ def kernels_of(vocab: int) -> dict[str, Source]:
 
 
 def late_ids_faults(launch: Launch, device: str = "cpu") -> list[str]:
-    """Of more late tokens than one program takes, of one and of none."""
+    """Return the faults for more late tokens than one program takes, for one and for none."""
     wrong = []
     random = np.random.default_rng(0)
     for tokens, late in ((300, 261), (4, 1), (2, 0)):

@@ -21,7 +21,7 @@ from inferc.ir.reference import IN_PLACE
 
 
 def networks(program: Program, arch: str = "sm_86", *, with_plans: bool = True) -> dict[str, Evaluated]:
-    """By engine; with_plans: TensorRT builds each too."""
+    """Return networks by engine; with_plans: TensorRT builds each too."""
     made = {}
     for segment in first_of_each(segments_of(program)):
         building = Building.begin(to_build(arch, None), arch)
@@ -67,7 +67,7 @@ def run_segments(
 
 
 class Roundings:
-    """What a run by the references rounds (rows in int8 or fp8), for a run by networks to compare with and go on from.
+    """The roundings in a run by the references, which a run by networks compares with and goes on from.
 
     Sums that differ in their last bits may fall to different sides of a tie, which then is a difference of a whole
     step, in all that follows it. So the numbers are compared before they are rounded.

@@ -47,7 +47,7 @@ class Server:
     def __init__(
         self, artifact: Path | str, *options: str, under: tuple[str, ...] = (), python: Path | None = None
     ) -> None:
-        """under: a command that runs it; python: another interpreter than the tests'."""
+        """Start a server; under: a command that runs it; python: another interpreter than the tests'."""
         command = INFERC if python is None else (str(python), *INFERC[1:])
         self.artifact = artifact
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the server is)

@@ -1,4 +1,4 @@
-"""What a TensorRT network computes, layer by layer on the CPU: each layer by what TensorRT's documentation says of it.
+"""The results of a TensorRT network, layer by layer on the CPU: each by what TensorRT's documentation says of it.
 
 No GPU runs here, and TensorRT computes on nothing else. So this says whether our layers, put together, are the model;
 not whether TensorRT's kernels are its layers.
@@ -208,7 +208,7 @@ def _slice(layer: Any) -> Callable[..., Tensor]:
 
 
 def _quantize(layer: Any) -> Callable[..., Tensor]:
-    """What a QUANTIZE layer computes: its input over one scale, rounded to the output's dtype."""
+    """Return what a QUANTIZE layer computes: its input over one scale, rounded to the output's dtype."""
     dtype = DTYPES[layer.get_output(0).dtype]
 
     def run(value: Tensor, scale: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _dequantize(layer: Any) -> Callable[..., Tensor]:
-    """By one scale, or by one for each of the first axis."""
+    """Return the input times one scale, or times one for each of the first axis."""
     axis, dtype = layer.axis, DTYPES[layer.get_output(0).dtype]
 
     def run(value: Tensor, scale: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def _attention(layer: Any) -> Callable[..., Tensor]:
     assert attention.norm_op == trt.AttentionNormalizationOp.SOFTMAX
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-        """softmax(q k + mask) v, with no scale; a key is read where the mask is true and it is within the lengths."""
+        """Return softmax(q k + mask) v, unscaled; a key is read where the mask is true and it is within the lengths."""
         group = q.shape[1] // k.shape[1]
         keys, values = (each.float().repeat_interleave(group, 1) for each in (k, v))
         within = torch.arange(k.shape[2])[None, None, None] < lengths[:, None, None, None]
@@ -257,7 +257,7 @@ def _kv_cache_update(layer: Any) -> Callable[..., Tensor]:
     assert layer.cache_mode == trt.KVCacheMode.LINEAR
 
     def run(cache: Tensor, update: Tensor, starts: Tensor) -> Tensor:
-        """In the cache's own memory."""
+        """Write into the cache's own memory."""
         for seq, start in enumerate(starts.tolist()):
             cache[seq, :, start : start + update.shape[2]] = update[seq]
         return cache

@@ -20,7 +20,7 @@ MOST = 64  # of a dynamic axis, for which a plan is built
 
 
 def run_tensorrt(made: Example, folder: Path, target: Target = TENSORRT, *, with_plan: bool = True) -> list[Tensor]:
-    """What the example's network computes, and that TensorRT builds it."""
+    """Return what the example's network computes, after TensorRT built it."""
     program, (arch,) = made.program, target.archs
     choose_for(target)(program)
     building = Building.begin(to_build(arch, None), arch)

@@ -22,6 +22,6 @@ def tiny_checkpoint(name: str, **fields: Any) -> Checkpoint:
 
 
 def with_every_kind(checkpoint: Checkpoint) -> Checkpoint:
-    """The same with as few layers as hold every kind of layer."""
+    """Return the checkpoint with as few layers as hold every kind of layer."""
     kinds = layer_kinds(checkpoint)
     return shortened(checkpoint, max(kinds.index(kind) for kind in kinds) + 1)

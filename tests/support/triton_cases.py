@@ -31,7 +31,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 @dataclass
 class Case:
-    """One launch. tensors: by argument of the kernel; expected: of those that it writes."""
+    """A case of one launch. tensors: by argument of the kernel; expected: of those that it writes."""
 
     name: str
     source: Source
@@ -50,11 +50,11 @@ class Case:
             assert name not in self.tensors or not misaligned(self.tensors[name]), f"{self.name}: {name}"
 
     def arguments(self, tensors: dict[str, Tensor]) -> list[Any]:
-        """In the order of the signature."""
+        """Return the arguments in the order of the signature."""
         return [tensors[name] for name in self.source.signature]
 
     def grid(self, spare: int = 0) -> tuple[int, int, int]:
-        """Of the launch; spare: of a graph that was captured for so many tokens, rows and sequences more."""
+        """Return the launch's grid; spare: of a graph that was captured for so many tokens, rows and sequences more."""
         counts = {name: count + spare for name, count in self.counts.items()}
         return evaluate_grid(self.source.grid, {**self.source.constants, **counts})
 
@@ -116,9 +116,12 @@ def silu_mul_cases() -> Iterator[Case]:
 
 def rms_norm_cases() -> Iterator[Case]:
     for dtype, rows, width, offset, early, weighs, adds in (
-        *((F32, 1, 16, 0.0, True, True, False), (BF16, 3, 96, 0.0, True, True, False)),
-        *((BF16, 2, 1000, 1.0, False, True, False), (BF16, 4, 4096, 0.0, True, True, True)),
-        *((F32, 5, 65, 1.0, True, True, True), (BF16, 2, 128, 0.0, False, False, False)),
+        (F32, 1, 16, 0.0, True, True, False),
+        (BF16, 3, 96, 0.0, True, True, False),
+        (BF16, 2, 1000, 1.0, False, True, False),
+        (BF16, 4, 4096, 0.0, True, True, True),
+        (F32, 5, 65, 1.0, True, True, True),
+        (BF16, 2, 128, 0.0, False, False, False),
     ):
         x, residual = numbers(rows, width, dtype=dtype), numbers(rows, width, dtype=dtype, seed=1)
         weight = numbers(width, dtype=dtype) if weighs else None
@@ -163,7 +166,8 @@ def rope_kv_write_cases() -> Iterator[Case]:
             (BF16, 5, 4, 2, 64, 32, "halves", 0),
             (BF16, 3, 8, 1, 80, 16, "halves", 1),
         ),
-        *((BF16, 4, 2, 2, 64, 16, "neighbours", 0), (F32, 3, 6, 3, 24, 12, "neighbours_to_halves", 2)),
+        (BF16, 4, 2, 2, 64, 16, "neighbours", 0),
+        (F32, 3, 6, 3, 24, 12, "neighbours_to_halves", 2),
     ):
         packed = numbers(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
         q, k, v = packed.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
@@ -181,7 +185,13 @@ def rope_kv_write_cases() -> Iterator[Case]:
         pool = to_pool(canonical)[:, 1]
         given = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "cache_ptr": pool}
         source = rope_kv_write(
-            *(dtype_name(dtype), heads, kv_heads, dim, half, pairs, (stride, stride, stride, 2 * half, heads * dim)),
+            dtype_name(dtype),
+            heads,
+            kv_heads,
+            dim,
+            half,
+            pairs,
+            (stride, stride, stride, 2 * half, heads * dim),
             *(2, 4, 1e-6, 1.0, how, tuple(name for name, value in given.items() if misaligned(value))),
         )
         tensors = {

@@ -93,7 +93,7 @@ _LOOP = _OfThread()
 
 
 class Gate:
-    """What threads wait at until the test opens it; meanwhile virtual time goes on."""
+    """A gate that threads wait at until the test opens it; meanwhile virtual time goes on."""
 
     def __init__(self, is_open: bool = True) -> None:
         self._changed = threading.Condition()

@@ -31,7 +31,7 @@ def batch_input(path: Path) -> None:
 
 
 def batch_output(path: Path) -> None:
-    """What an earlier run left."""
+    """Return the output that an earlier run left."""
     path.rename(path.with_name("out.partial"))
     BatchOutput(path.with_name("out"), "f" * 16)
 

@@ -30,7 +30,7 @@ def mode(path: Path) -> int:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """Of all that lies in it."""
+    """Return the modes of all files in a folder."""
     return {str(path.relative_to(folder)): mode(path) for path in folder.rglob("*")}
 
 
@@ -85,7 +85,7 @@ def test_what_an_earlier_run_left_wider_is_closed(write: Callable[[Path], None],
 
 
 def test_a_file_is_never_wider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the mode that the system is asked for, and not by one that is set afterwards."""
+    """The file is narrow by the mode that the system is asked for, and not by one that is set afterwards."""
     asked = []
     real = os.open
 

@@ -19,7 +19,7 @@ needs_nodes = pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reas
 
 
 def system(folder: Path, siblings: dict[int, str], nodes: dict[int, str]) -> Path:
-    """What the kernel says under /sys/devices/system."""
+    """Return a folder with what the kernel says under /sys/devices/system."""
     for cpu, text in siblings.items():
         (folder / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
         (folder / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(f"{text}\n")
@@ -43,8 +43,8 @@ def test_cores_of_a_node_lie_together(tmp_path: Path) -> None:
     made = system(tmp_path, siblings, {0: "0-1,4-5", 1: "2-3,6-7"})
     cores = read_cores(made, range(8))
     assert [(core.cpus[0], core.node) for core in cores] == [
-        *((cpu, 0) for cpu in (0, 1, 4, 5)),
-        *((cpu, 1) for cpu in (2, 3, 6, 7)),
+        *[(cpu, 0) for cpu in (0, 1, 4, 5)],
+        *[(cpu, 1) for cpu in (2, 3, 6, 7)],
     ]
     assert nodes_of(cores, made) == (0, 1) and nodes_of(cores[4:], made) == (1,)
 
@@ -92,7 +92,7 @@ def test_threads_stay_on_cores_of_their_own(tiny_artifact: Path, pin: bool) -> N
 
 
 def policies() -> set[str]:
-    """Of this thread's memory, where it is not the mapping's own."""
+    """Return the memory policies of this thread's mappings."""
     text = Path(f"/proc/self/task/{threading.get_native_id()}/numa_maps").read_text()
     return {line.split()[1] for line in text.splitlines()}
 

@@ -22,7 +22,7 @@ EMULATED_TOO = pytest.param(EMULATED, marks=[pytest.mark.slow] * ("amx" in ISAS)
     params=(
         *ISAS,
         *(EMULATED_TOO,) * ("avx512" in ISAS),
-        *(pytest.param(isa, marks=[*needs_arm, pytest.mark.slow]) for isa in ARM_ISAS),
+        *[pytest.param(isa, marks=[*needs_arm, pytest.mark.slow]) for isa in ARM_ISAS],
     ),
 )
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
@@ -55,7 +55,7 @@ def is_long(item: pytest.Function) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In float32 the library with emulated tiles would be that of avx512, and neon_bf16 adds as neon does."""
+    """Leave out cases that repeat others: emulated tiles in float32 are avx512, and neon_bf16 adds as neon does."""
 
     def is_new(item: pytest.Item) -> bool:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):

@@ -61,7 +61,7 @@ def flushed(x: Floats) -> Floats:
 
 
 def by_the_manual(x: Tensor, weight: Tensor) -> Floats:
-    """x [rows, k] @ weight.T [k, n] as TDPBF16PS adds it up, 32 of k at a time, on inputs that are bfloat16.
+    """Return x [rows, k] @ weight.T [k, n] as TDPBF16PS adds it up, 32 of k at a time, for inputs in bfloat16.
 
     A product of two bfloat16 is a float32, so that to round the sum is to round a fused multiply-add.
     """
@@ -80,7 +80,7 @@ def by_the_manual(x: Tensor, weight: Tensor) -> Floats:
 
 
 def linear(kernels: Kernels, x: Tensor, weight: Tensor, n: int) -> Tensor:
-    """In float32; weight is packed."""
+    """Return the product with a packed weight, in float32."""
     (rows, k), out = x.shape, torch.full((x.shape[0], n), float("nan"))
     kernels.run("test_linear", BF16, x, x.stride(0), rows, weight, n, k, None, out, n, True)
     return out
@@ -106,7 +106,7 @@ def test_denormals_are_zero(tiles: Kernels) -> None:
 
 
 def test_any_number_of_rows_has_the_same_bits(tiles: Kernels) -> None:
-    """Also of weights in int8: k ends within their four, a pair and a tile."""
+    """Weights in int8 are among the cases: k ends within their four, a pair and a tile."""
     n, k = 70, 1059
     x, weight = torch.randn(70, k).to(BF16), torch.randint(-127, 128, (n, k), dtype=torch.int8)
     bits = packed(weight.to(BF16) / 64)
@@ -124,7 +124,7 @@ def test_any_number_of_rows_has_the_same_bits(tiles: Kernels) -> None:
 
 
 def test_integers_have_the_bits_of_avx512(tiles: Kernels, vectors: Kernels) -> None:
-    """The same sums and the same arithmetic behind them, on either side of where tiles begin."""
+    """The sums and the arithmetic after them are the same, below and above the number of rows at which tiles begin."""
     for n, k in ((70, 131), (17, 8195)):
         x, x_scale = ops.quantize_rows(torch.randn(70, k))
         weight, scale = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n) / k
@@ -151,7 +151,7 @@ def test_four_bits_have_the_bits_of_avx512(tiles: Kernels, vectors: Kernels, gro
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "int8"])
 def test_experts_have_the_bits_of_avx512(tiles: Kernels, vectors: Kernels, scheme: str) -> None:
-    """Of integers; with more and with fewer rows to an expert than tiles begin at."""
+    """Experts in integers have more, and fewer, rows than tiles begin at."""
     for rows, experts, hidden, inter in ((60, 3, 200, 48), (200, 4, 131, 160)):
         torch.manual_seed(rows)
         weights = experts_of(scheme, BF16, experts, hidden, inter, biased=True)
@@ -342,8 +342,14 @@ extern "C" __attribute__((visibility("default"))) int fault(int which) {
 }
 """
 MESSAGES = (
-    *("no configuration", "the tile is not configured", "at most 16 rows of 64 bytes", "at most 16 rows of 64 bytes"),
-    *("rows without bytes", "differ in k", "differ in height", "no configuration"),
+    "no configuration",
+    "the tile is not configured",
+    "at most 16 rows of 64 bytes",
+    "at most 16 rows of 64 bytes",
+    "rows without bytes",
+    "differ in k",
+    "differ in height",
+    "no configuration",
 )
 
 

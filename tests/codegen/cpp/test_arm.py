@@ -114,7 +114,7 @@ def logits_here(artifact: Artifact, plan: StepPlan) -> Tensor:
 
 
 def logits_on_arm(artifact: Artifact, isa: str, plan: StepPlan) -> Tensor:
-    """What the same source computes for AArch64, from the same weights."""
+    """Return the logits that the same source computes for AArch64 from the same weights."""
     source = (artifact.path / "kernels/cpp/unit.cpp").read_text()
     process = Process(build_arm([Unit(source)], isa), isa)
     put, rows, threads, blocks = process.put, len(plan.logits_rows), 2, 40
@@ -154,7 +154,7 @@ def logits_on_arm(artifact: Artifact, isa: str, plan: StepPlan) -> Tensor:
     indirect=["artifact"],
 )
 def test_a_step_is_that_of_this_machine(artifact: Artifact, isa: str) -> None:
-    """neon adds in the same order as AVX2, so the bits are the same; neon_bf16 rounds within its pairs otherwise."""
+    """The bits of neon are those of AVX2, as it adds in the same order; neon_bf16 rounds within pairs otherwise."""
     ids = [int(token) for token in np.random.default_rng(0).integers(5, 300, 61)]
     plan = make_plan([(0, ids, 0), (2, ids[:5], 0), (1, ids[7:8], 0)], block_size=artifact.block_size, all_rows=True)
     found, expected = logits_on_arm(artifact, isa, plan), logits_here(artifact, plan)

@@ -39,7 +39,7 @@ class Case:
 
     @property
     def slopes(self) -> Tensor | None:
-        """Of each head another, none of them a power of two."""
+        """Return another slope for each head, none of them a power of two."""
         return 1.3 * 0.7 ** torch.arange(1, self.heads + 1) if self.alibi else None
 
 
@@ -101,8 +101,20 @@ class Pool:
         how = (case.dim**-0.5, case.softcap, MASKS.index(case.mask), case.window)
         slopes = case.slopes
         self.kernels(
-            *("test_attention" if slopes is None else "test_alibi", self.kernels.threads, DTYPES.index(self.dtype)),
-            *(self.int8, q, out, self.data, *shape, starts, lengths, sinks, lengths.shape[0], case.heads, *how),
+            "test_attention" if slopes is None else "test_alibi",
+            self.kernels.threads,
+            DTYPES.index(self.dtype),
+            self.int8,
+            q,
+            out,
+            self.data,
+            *shape,
+            starts,
+            lengths,
+            sinks,
+            lengths.shape[0],
+            case.heads,
+            *how,
             *(partials, partials.numel(), mass_from, masses, *(() if slopes is None else (slopes,))),
         )
         return out
@@ -199,8 +211,14 @@ def test_blocks_are_told_what_attention_gave_them(kernels: Kernels, dtype: torch
         if first < end:
             blocks = pool.canonical[pool.table[seq].long(), 1, 0].flatten(0, 1)
             found = masses_of(
-                *(q[first:end], stored_rows(blocks, case.dim)[:length], length - (end - first), case.block_size),
-                *(case.dim**-0.5, case.softcap, sinks, case.slopes),
+                q[first:end],
+                stored_rows(blocks, case.dim)[:length],
+                length - (end - first),
+                case.block_size,
+                case.dim**-0.5,
+                case.softcap,
+                sinks,
+                case.slopes,
             )
             expected[: len(found)] = found
         assert ((masses[seq] - 7) / ONE - expected).abs().max() < 1e-4 * case.heads * max(1, end - first)
@@ -288,8 +306,9 @@ def test_sequences_with_the_same_blocks_attend_as_alone_with_alibi(
 
 @pytest.mark.parametrize("heads", [2, 6, 14, 20], ids=lambda heads: f"{heads}h")
 def test_integers_attend_as_the_numbers_they_are(kernels: Kernels, dtype: torch.dtype, heads: int) -> None:
-    """Where all scales are 1 the additions are those over K and V in the dtype of the queries: widened in registers for
-    few rows, in memory for many, or for tiles.
+    """If all scales are 1, the additions are those over K and V in the dtype of the queries.
+
+    Integers are widened in registers for few rows, and in memory for many or for tiles.
     """
     case = Case(((0, 66), (600, 1), (70, 2)), heads=heads, dim=48)
     plain, integers = Pool(kernels, case, dtype, int8=False), Pool(kernels, case, dtype, int8=True)
@@ -450,8 +469,12 @@ def projection(
 @pytest.mark.parametrize(
     ("scheme", "dim", "normed", "biased"),
     [
-        *(("plain", 32, True, False), ("plain", 64, False, True), ("plain", 48, False, False)),
-        *(("int8", 32, True, True), ("w8a8", 64, False, True), ("int4", 48, True, False)),
+        ("plain", 32, True, False),
+        ("plain", 64, False, True),
+        ("plain", 48, False, False),
+        ("int8", 32, True, True),
+        ("w8a8", 64, False, True),
+        ("int4", 48, True, False),
     ],
 )
 def test_the_projection_in_the_write_moves_no_bit(
@@ -551,5 +574,5 @@ def test_rows_in_int8_that_are_no_plain_numbers(kernels: Kernels, dtype: torch.d
 
 
 def wide(canonical: Tensor) -> Tensor:
-    """What integers and scales mean."""
+    """Return the numbers that integers and scales stand for."""
     return canonical[..., :-4].float() * canonical[..., -4:].contiguous().view(torch.float32)

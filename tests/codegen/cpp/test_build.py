@@ -87,7 +87,7 @@ def answer_of(added: int, to: int, headers: dict[str, str] | None = None, types:
 
 
 def test_a_unit_is_compiled_once_for_all_that_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again when a header that it includes has changed, no other."""
+    """A unit is compiled again if a header that it includes has changed, and no other unit is."""
     monkeypatch.setenv("INFERC_CACHE", str(tmp_path))
     made: list[int] = []
 

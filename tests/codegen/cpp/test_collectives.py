@@ -113,7 +113,7 @@ def test_tensor_ranks_compute_what_their_references_do(dtype: torch.dtype) -> No
 
 @pytest.mark.slow
 def test_exchanged_rows_with_gaps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a plan that pads all rows of a multiple of 512 bytes would have them."""
+    """A plan that pads rows of a multiple of 512 bytes would leave such gaps."""
     model = Model(random_module("llama", hidden_size=128))
     program = partition(model.prepared, CPU, Ranks(tp=2))[1].program
     emit(program, memory_plan(program).values, memory_plan(program).pools)

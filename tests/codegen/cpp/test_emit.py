@@ -162,7 +162,7 @@ def test_who_waits_fetches_the_weight_that_comes_next() -> None:
 
 
 def test_who_waits_for_experts_fetches_nothing() -> None:
-    """Which ones were chosen is not known yet, and what comes behind them would be gone by then."""
+    """The chosen experts are not known yet, and what comes after them would be evicted by then."""
     source = emit(*with_places(Shape(experts=4))).source
     lines = [
         line for line in source.splitlines() if "t.barrier(" in line or re.search(r" linear\w*<| moe_experts<", line)

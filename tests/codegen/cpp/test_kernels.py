@@ -90,8 +90,14 @@ def test_functions(kernels: Kernels) -> None:
     x = torch.cat((torch.linspace(-12, 12, 1003), torch.tensor([0.0, -0.0, 1e-6, 60.0, -60.0])))
     gelu = torch.nn.functional.gelu
     expected = (
-        *(torch.erf(x), gelu(x), gelu(x, approximate="tanh"), torch.sigmoid(x), torch.tanh(x), torch.floor(x)),
-        *(x.abs().log(), x.abs().rsqrt()),
+        torch.erf(x),
+        gelu(x),
+        gelu(x, approximate="tanh"),
+        torch.sigmoid(x),
+        torch.tanh(x),
+        torch.floor(x),
+        x.abs().log(),
+        x.abs().rsqrt(),
     )
     for function, wanted in enumerate(expected):
         out = nan(*x.shape, dtype=torch.float32)
@@ -212,8 +218,19 @@ def test_moe_routing(kernels: Kernels, dtype: torch.dtype, name: str) -> None:
         score, group = SCORES.index(how["score"]), GROUP_SCORES.index(how["group_score"])
         sizes = (experts, top_k, how["num_groups"], how["topk_groups"])
         kernels.run(
-            *("test_moe_routing", dtype, logits, bias, rows, score, group, *sizes),
-            *(how["renormalize"], how["scale"], how["margin"], ids, weights),
+            "test_moe_routing",
+            dtype,
+            logits,
+            bias,
+            rows,
+            score,
+            group,
+            *sizes,
+            how["renormalize"],
+            how["scale"],
+            how["margin"],
+            ids,
+            weights,
         )
         expected_ids, expected_weights = ops.moe_routing(logits, bias, top_k, **how)
         assert torch.equal(ids, expected_ids)

@@ -114,7 +114,7 @@ def test_a_row_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtyp
 
 
 def quantize(kernels: Kernels, dtype: torch.dtype, op: int, x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """args: y, weight, eps, offset, early."""
+    """Return rows in int8 and their scales; args: y, weight, eps, offset, early."""
     rows, width = x.shape
     values, scale = torch.full((rows, width), 99, dtype=torch.int8), nan(rows, dtype=torch.float32)
     total = nan(rows, width, dtype=dtype)
@@ -163,7 +163,7 @@ def test_rows_of_zeros_of_almost_nothing_and_of_what_is_no_number(kernels: Kerne
 
 
 def near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-    """The same scales within the table; integers that differ by one step where the value lay between two."""
+    """Assert that scales are within the table, and that integers differ by one step at most, next to a border."""
     assert_near(found[1].to(dtype), expected[1].to(dtype))
     assert int((found[0].int() - expected[0].int()).abs().max()) <= 1
     assert (found[0] != expected[0]).float().mean() < 0.02

@@ -25,7 +25,7 @@ NUM_TOP = 8
 
 
 def rows_with(**fields: Any) -> SampleRows:
-    """One row, on slot 0."""
+    """Return the parameters of one row, on slot 0."""
     rows = SampleRows.greedy(np.zeros(1, np.int32))
     lists = {
         name: TokenLists.of([np.array(list(value), np.int32)])
@@ -40,7 +40,7 @@ def rows_with(**fields: Any) -> SampleRows:
 
 
 def many(rows: SampleRows, count: int) -> SampleRows:
-    """The same parameters for `count` rows, each on a slot of its own, at counters 0, 1, …"""
+    """Return the same parameters for `count` rows, each on a slot of its own, at counters 0, 1, …"""
     changed: dict[str, Any] = {name: np.repeat(getattr(rows, name), count) for name in abi.SAMPLE_ROW_FIELDS}
     slots, counters = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.uint64)
     for name in ("logit_bias", "banned", "allowed"):
@@ -89,7 +89,9 @@ class Sampler:
         if self.counts is not None:
             put("counts", np.array([self.kernels.address(self.counts), *[0] * count], np.uintp))
         out = Sampled(
-            *(np.full(count, -1, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.float32)),
+            np.full(count, -1, np.int32),
+            np.zeros(count, np.uint8),
+            np.zeros(count, np.float32),
             *(np.zeros(count, np.int32), np.zeros((count, NUM_TOP), np.int32), np.zeros((count, NUM_TOP), np.float32)),
         )
         results: dict[str, NDArray[Any]] = {"token_ids": out.token, "failed": out.failed, "logprobs": out.logprob}
@@ -118,12 +120,12 @@ class Sampler:
 
 
 def as_step(kernels: Kernels, step: abi.StepArgs) -> Any:
-    """What a struct of the next call has as its `step`."""
+    """Return the `step` field of a struct for the next call."""
     return ctypes.cast(kernels.address(step), ctypes.POINTER(abi.StepArgs))
 
 
 def scratch_of(kernels: Kernels, vocab: int) -> tuple[NDArray[np.uint8], int]:
-    """As large as compiled code has it, full of NaN; and what of it is one thread's."""
+    """Return scratch memory as large as compiled code has it, full of NaN, and the size of one thread's part."""
     size = align(sample_row_bytes(vocab))
     room = np.full(size * kernels.num_threads + 64, 255, np.uint8)
     return room[-room.ctypes.data % 64 :], size
@@ -286,17 +288,17 @@ def kinds_of_logits(size: int) -> Iterator[F32]:
 
 
 FILTERS: tuple[dict[str, Any], ...] = (
-    *({"temperature": value} for value in (1e-38, 1e-3, 1.0, 1e4, 3e38)),
-    *({"temperature": 1.0, "top_k": k} for k in (1, 2, 40, 999, 5000)),
-    *({"temperature": 1.0, "top_p": p} for p in (0.0, 1e-45, 1e-30, 1e-6, 0.1, 0.9, 0.9999999)),
-    *({"temperature": 1.0, "min_p": p} for p in (1e-45, 0.05, 1.0)),
+    *[{"temperature": value} for value in (1e-38, 1e-3, 1.0, 1e4, 3e38)],
+    *[{"temperature": 1.0, "top_k": k} for k in (1, 2, 40, 999, 5000)],
+    *[{"temperature": 1.0, "top_p": p} for p in (0.0, 1e-45, 1e-30, 1e-6, 0.1, 0.9, 0.9999999)],
+    *[{"temperature": 1.0, "min_p": p} for p in (1e-45, 0.05, 1.0)],
     {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
     {"temperature": 1.3, "top_k": 7, "top_p": 0.3},
 )
 
 
 def kept_by_sorting(logits: F32, p: NDArray[np.float64], fields: dict[str, Any]) -> NDArray[np.bool_]:
-    """Which tokens top-k, then top-p of what that leaves, and min-p let through."""
+    """Return the tokens that remain after top-k, then top-p of these, and min-p."""
     kept = p > 0
     k, top_p = fields.get("top_k", 0), float(np.float32(fields.get("top_p", 1.0)))
     if 0 < k < len(p):
@@ -314,7 +316,7 @@ def kept_by_sorting(logits: F32, p: NDArray[np.float64], fields: dict[str, Any])
     [size if size in OFTEN else pytest.param(size, marks=pytest.mark.slow) for size in SIZES],
 )
 def test_every_filter_draws_what_numpy_does(kernels: Kernels, size: int) -> None:
-    """Where the goal lies among the tokens that are kept, to a rounding; and so all but always the oracle's token."""
+    """The goal lies at the oracle's token, up to rounding, so that all but a few draws are the same."""
     nothing = np.zeros(size, np.bool_), np.zeros(size, np.int32)
     draws = 5 if size > (1000 if kernels.isa in ARM_ISAS else 5000) else 16  # an emulator takes its time
     equal = []

@@ -35,7 +35,7 @@ def test_single_slices_and_short_waits_are_no_neighbour(kernels: Kernels) -> Non
 
 
 def test_a_thread_that_waits_for_others_has_not_lost_its_core(kernels: Kernels) -> None:
-    """Of two, one computes or sleeps in the host for 50 ms while the other waits: who waits could not have gone on."""
+    """One of two threads computes, or sleeps in the host, for 50 ms; the other waits, and could not have gone on."""
     lost = torch.zeros(2, dtype=torch.float64)
     for by_host in (0, 1):
         kernels("test_waiting", kernels.threads, 50, by_host, lost)

@@ -59,7 +59,7 @@ def test_linear_int8(k: int, has_more: bool, target: Target, tmp_path: Path) -> 
 
 
 def test_the_kernel_rounds_rows_block_by_block(tmp_path: Path) -> None:
-    """What the documentation says of onnxruntime's CPU kernels: within 1 % of the largest result."""
+    """The documentation of onnxruntime's CPU kernels holds, to within 1 % of the largest result."""
     values, scale = quantize_rows(random(6, 256))
     made = example(
         lambda x, w, scale: inferc.linear_int8.default(x, w, scale),
@@ -111,7 +111,7 @@ def test_embedding_int8(k: int, target: Target, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", [ONNX, STANDARD], ids=lambda target: target.spec)
 def test_a_tied_table_is_stored_once(target: Target, tmp_path: Path) -> None:
-    """As the product reads it; the lookup takes columns."""
+    """The table is stored in the layout of the product; the lookup takes columns of it."""
     values, scale = quantize_rows(random(9, 24))
 
     def graph(ids: Any, w: Any, scale: Any) -> Any:
@@ -156,7 +156,7 @@ EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize(("bits", "k"), [(8, 32), (4, 32), (4, 40)])
 def test_experts(bits: int, k: int, name: str, has_biases: bool, target: Target, tmp_path: Path) -> None:
-    """In four bits 40 is no whole groups."""
+    """In four bits, 40 is no whole number of groups."""
     how, kernel = EXPERTS[name]
     experts, n = 4, 32
     weights = {"first": random(experts, 2 * n), "second": random(experts, k)}

@@ -1,4 +1,4 @@
-"""Which package builds for what, and the library's errors as one line of ours."""
+"""Tests of which package builds for what, and of the library's errors as one line of inferc's own."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def begin() -> Building:
 
 
 def test_what_a_node_is_refused_for(tmp_path: Path) -> None:
-    """In one line, with the node's name, before the whole network is built."""
+    """The refusal is one line with the node's name, before the whole network is built."""
 
     def twice(net: TensorRTNetwork, node: fx.Node) -> Any:
         x = net.value(node.args[0])

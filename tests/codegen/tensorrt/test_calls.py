@@ -73,7 +73,7 @@ INTEGERS = torch.arange(-127, 128, dtype=torch.int8)
 
 
 def integers(*sizes: int) -> torch.Tensor:
-    """Of any value, from one end to the other."""
+    """Return random integers over the whole range."""
     count = torch.Size(sizes).numel()
     return INTEGERS[(torch.arange(count) * 37) % len(INTEGERS)].reshape(sizes)
 
@@ -114,7 +114,7 @@ ROUNDED: dict[str, tuple[Target, Any, Any]] = {
 @pytest.mark.parametrize("has_more", [False, True])
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_rounded_rows(kind: str, has_more: bool, tmp_path: Path) -> None:
-    """What they are rounded to is the reference's too; of zeros, and of what is no number."""
+    """Rows are rounded to the values of the reference, also rows of zeros and of NaN."""
     target, quantize, linear = ROUNDED[kind]
     values, scale = quantize(random(6, 40))
 

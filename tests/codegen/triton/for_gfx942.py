@@ -27,7 +27,7 @@ VOCAB = 50257
 
 
 def portable(source: Source) -> Source:
-    """Without what only NVIDIA's chips have."""
+    """Return the source without what only NVIDIA's chips have."""
     changed = {name: value for name, value in (("PTX", 0), ("STAGES", STAGES)) if name in source.constants}
     return replace(source, constants={**source.constants, **changed}, num_stages=min(source.num_stages, STAGES))
 

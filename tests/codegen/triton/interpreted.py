@@ -40,7 +40,7 @@ def run(case: Case) -> list[tuple[float, float]]:
 
 
 def measured() -> dict[str, list[tuple[float, float]]]:
-    """What the benchmark launches on a GPU, at small shapes: the same as PyTorch's own."""
+    """Assert that the launches of the benchmark, at small shapes, compute the same as PyTorch."""
     torch.manual_seed(0)
     return {f"{bench.kernel} {bench.shape}": compared(bench) for bench in benches(tiny())}
 

@@ -1,4 +1,4 @@
-"""What a dense Llama does without on a GPU: what its nodes launch, and which families have all of their kernels."""
+"""Tests of models other than a dense Llama on a GPU: their launches, and which families have all of their kernels."""
 
 from collections import Counter
 
@@ -32,7 +32,7 @@ OFTEN = ("gpt2", "bloom", "llama4_text", "deepseek_v3")
 @pytest.mark.quick("sm_90")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_experts_of_real_sizes_compile_within_their_budget(arch: str) -> None:
-    """Of gpt-oss in bfloat16, of Qwen3 in int8, of DeepSeek-V3's routing."""
+    """The sizes are gpt-oss's in bfloat16, Qwen3's in int8, and those of DeepSeek-V3's routing."""
     made = [
         grouped_linear(
             "bfloat16", "bfloat16", "tokens", 32, 4, 2880, 2880, (2880, 4), gated=gated, few=few, has_bias=True
@@ -95,7 +95,7 @@ def test_experts_are_launches_over_scratch_memory() -> None:
 
 
 def test_positions_are_looked_up_as_they_are() -> None:
-    """They are 64 bits wide where token ids are 32."""
+    """Positions are 64 bits wide, and token ids are 32."""
     step = lowered("gpt2")
     kinds = {
         launch.arguments["index_ptr"].input: step.sources[launch.choices[0].kernel].signature["index_ptr"]

@@ -25,7 +25,7 @@ MAX_SHARED = 100 << 10  # bytes of a block: what the smallest of the chips that 
 
 @pytest.fixture(scope="module")
 def faults() -> dict[str, list[str]]:
-    """What is wrong in each case that is tried often."""
+    """Return what is wrong in each case that is tried often."""
     return faults_of(*OFTEN)
 
 

@@ -93,7 +93,7 @@ def test_a_step_is_data(tiny_llama: CudaStep) -> None:
 
 
 def test_launches_give_kernels_what_they_take(tiny_llama: CudaStep) -> None:
-    """In the order of their signatures, and in grids that any step has numbers for."""
+    """Arguments come in the order of the signature, and a grid has numbers for any step."""
     counts = {f"num_{each}": 3 for each in ("tokens", "rows", "seqs")}
     for launch in tiny_llama.launches:
         for choice in launch.choices:
@@ -171,7 +171,7 @@ def test_kernels_of_an_8b_shape_compile_for_every_chip(
     ],
 )
 def test_prefixes_in_int8_compile(arch: str, heads: list[tuple[int, int]], dims: list[int]) -> None:
-    """Where they spilled, no model with such heads could be compiled."""
+    """If they spilled, no model with such heads could be compiled."""
     for (num_heads, kv_heads), dim in product(heads, dims):
         strides = (num_heads * dim, num_heads * dim)
         of_cache: dict[str, Any] = {"layers": 2, "block_size": 32, "int8_kv": True}

@@ -1,4 +1,4 @@
-"""Which checkpoint tensors make which parameter: against what `from_pretrained` loads."""
+"""Tests of which checkpoint tensors make which parameter, against what `from_pretrained` loads."""
 
 import json
 import logging

@@ -119,7 +119,7 @@ def test_a_quantized_checkpoint_is_called_by_its_kind(
     ],
 )
 def test_a_config_that_calls_whole_weights_packed_is_told_so(facts: Any, what: str, name: str, tmp_path: Path) -> None:
-    """What merging an adapter into a quantized model leaves behind."""
+    """Merging an adapter into a quantized model leaves such a config."""
     with pytest.raises(
         UnsupportedError, match=rf"calls it {what} \({name}\), and nothing in its files is packed; delete {name}"
     ):

@@ -297,7 +297,7 @@ def test_shards_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_a_config_may_name_its_weights(tmp_path: Path) -> None:
-    """As transformers' `transformers_weights`, which goes before the usual names."""
+    """The config's `transformers_weights` goes before the usual names, as in transformers."""
     write_whole(tmp_path)
     write_shards(tmp_path)
     assert read_folder(tmp_path, "model.safetensors").rows("a", 0, 2).tolist() == [5.0, 6.0]

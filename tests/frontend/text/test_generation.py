@@ -1,4 +1,4 @@
-"""What a model's makers set for generation: each field is followed to the sampling parameters, or named."""
+"""Tests of generation settings from a model's makers: each is followed to the sampling parameters, or named."""
 
 import json
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_what_the_configs_class_has_by_itself_ends_no_text(
 def test_an_end_like_the_one_of_the_configs_class_is_kept(
     eos: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """save_pretrained writes it, and null too where the class has another."""
+    """The file by save_pretrained has the field, as null too where the class has another value."""
     folder = make_random_model("llama", tmp_path / "m", num_hidden_layers=1, eos_token_id=eos)
     (folder / "generation_config.json").unlink()
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == eos
@@ -153,7 +153,7 @@ def test_eos_ids_that_the_model_does_not_have(folder: Path, caplog: pytest.LogCa
 
 
 def checkpoint(folder: Path, values: dict[str, Any], length: int | None = None) -> Any:
-    """As much of a checkpoint as its generation config needs."""
+    """Return as much of a checkpoint as its generation config needs."""
     (folder / "generation_config.json").write_text(json.dumps(values))
     ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": None}
     (folder / "config.json").write_text(json.dumps(ids))
@@ -166,7 +166,7 @@ def written(folder: Path, values: dict[str, Any], length: int | None = None) -> 
 
 
 def params(folder: Path, values: dict[str, Any], **said: Any) -> SamplingParams:
-    """What a request gets that says this, by way of what is written into the artifact."""
+    """Return the parameters of a request that says this, by way of what is written into the artifact."""
     return from_request(said, sampling_params.generation_defaults(written(folder, values)))
 
 
@@ -298,7 +298,7 @@ def test_ids_that_can_never_be_chosen_are_left_out(tmp_path: Path, caplog: pytes
 
 
 def test_without_a_generation_config_the_models_config_is_read(folder: Path) -> None:
-    """As transformers does: files of old have such fields there."""
+    """Old files have such fields in the model's config, and transformers reads them there."""
     (folder / "generation_config.json").unlink()
     edit(folder / "config.json", repetition_penalty=1.2, temperature=None)
     defaults = generation_defaults(load(folder))

@@ -128,7 +128,7 @@ def test_a_tokenizer_that_git_has_not_fetched(folder: Path) -> None:
 
 
 def test_a_vocabulary_of_one_token_a_line_is_read(folder: Path) -> None:
-    """As BERT's have it, and nothing beside it."""
+    """A vocabulary like BERT's is read with no other file beside it."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     edit(folder / "config.json", model_type="bert", is_decoder=True)

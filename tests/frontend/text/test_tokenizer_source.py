@@ -21,7 +21,7 @@ from inferc.runtime.text.tokenizer import Detokenizer, Text
 
 
 def like_llama() -> Tokenizer:
-    """As Llama 2's and Mistral 7B's: spaces by a normalizer, no pre-tokenizer, bytes by fallback."""
+    """Return a tokenizer like that of Llama 2 and Mistral 7B: no pre-tokenizer, bytes by fallback."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
     merges = [("▁", "▁"), ("▁▁", "▁"), ("▁▁", "▁▁"), ("▁", "r"), ("e", "t"), ("▁r", "et")]
     for part in ["▁", *"abcdefghijklmnopqrstuvwxyz", *(first + second for first, second in merges)]:
@@ -276,7 +276,7 @@ def test_flags_of_added_tokens_are_the_files_but_what_is_special(
 
 
 def test_named_tokens_of_the_vocabulary_are_special(tmp_path: Path) -> None:
-    """They end a text and stand at its start; a file may have them as ordinary pieces."""
+    """Named tokens end a text or stand at its start; a file may have them as ordinary pieces."""
     assert not like_llama().get_added_tokens_decoder()
     ours = made(write(tmp_path, like_llama()))
     assert ours.decode([1, *like_llama().encode("return x").ids, 2]) == "return x"
@@ -403,7 +403,7 @@ def test_a_sentencepiece_model_whose_bos_nobody_asks_for(
 
 
 def test_a_sentencepiece_model_that_cannot_be_said_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """By `legacy: false` no space comes behind a special token, and leading spaces cannot all be kept beside that."""
+    """With `legacy: false` no space follows a special token, and then leading spaces cannot all be kept."""
     checkpoint = write(tmp_path, None, tokenizer_class="LlamaTokenizer", legacy=False)
     processor = train(tmp_path, model_type="bpe", **PLAIN)
     rows, ours = golden(checkpoint), made(checkpoint)

@@ -1,4 +1,4 @@
-"""Which gate experts have is found by what it computes; experts that run on every token are caught as chosen ones."""
+"""Tests of experts' gates, which are found by what they compute; experts run on every token are caught too."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from inferc.frontend.trace.interfaces import Gate, gate_of
 
 
 class Experts(torch.nn.Module):
-    """As transformers' experts are: a gate, and perhaps the numbers that it uses."""
+    """Experts like those of transformers: a gate, and perhaps the numbers that it uses."""
 
     alpha: Any = 1.7
     limit = 2.0
@@ -37,7 +37,7 @@ class Interleaved(Experts):
 
 
 class Clamped(Experts):
-    """As MiniMax-M3's: the constant has another name, and rows of gate and up do not take turns."""
+    """Experts like MiniMax-M3's: the constant has another name, and rows of gate and up do not take turns."""
 
     alpha, swiglu_alpha = None, 1.7
 

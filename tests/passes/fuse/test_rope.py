@@ -72,7 +72,7 @@ def test_bfloat16_keeps_its_table_in_float32() -> None:
 
 
 def test_heads_that_are_viewed_anew_by_each_reader() -> None:
-    """As a clamp in place leaves them (OLMo): equal views are one value."""
+    """A clamp in place leaves such views (OLMo); equal views are one value."""
 
     def graph(x: Any, positions: Any, inv_freq: Any) -> Any:
         cos, sin = (aten.unsqueeze.default(each, -2) for each in table(positions, inv_freq))
@@ -134,7 +134,7 @@ def by_parts(q: Any, positions: Any, inv_freq: Any, first: Any, second: Any) -> 
 
 
 def chunks(q: Any, k: Any, positions: Any, inv_freq: Any) -> Any:
-    """gpt-oss: the halves are turned apart and joined."""
+    """Rotate the two halves apart and join them, as gpt-oss does."""
     return by_parts(q, positions, inv_freq, aten.slice.Tensor(q, -1, 0, 4), aten.slice.Tensor(q, -1, 4, 8))
 
 

@@ -152,7 +152,7 @@ def test_rows_of_a_multiple_of_512_bytes_are_followed_by_a_cache_line() -> None:
 
 
 def test_rows_that_ranks_exchange_have_no_gaps() -> None:
-    """They are sent and added as one run of bytes; what is made of them is padded as ever."""
+    """Exchanged rows are sent and added as one run of bytes; values made of them are padded as ever."""
     program, _, _ = build([("relu", 0), ("reduce", 1), ("relu", 2)], width=128)
     sizes = {value.name: value.row_bytes for value in live_values(program)}
     reduced = next(node for node in program.graph.nodes if node.target is inferc.all_reduce.default)

@@ -1,4 +1,4 @@
-"""select_rows and split_head: what happens between the last attention and the logits."""
+"""Tests of select_rows and split_head: the ops between the last attention and the logits."""
 
 from typing import Any
 

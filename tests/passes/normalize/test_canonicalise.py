@@ -156,7 +156,7 @@ def test_a_tensor_that_is_filled_part_by_part_is_a_concatenation() -> None:
 
 
 def test_parts_that_are_selected_of_heads_are_ranges_of_them() -> None:
-    """Of one view, so that the projection behind it can be parted by heads."""
+    """The ranges are of one view, so that the projection before it can be divided by heads."""
 
     def packed(x: Any) -> Any:
         parts = aten.view.default(x, [-1, 2, 3, 4])

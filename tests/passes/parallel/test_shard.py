@@ -189,7 +189,7 @@ def test_stages_of_ranks_are_the_whole() -> None:
 @pytest.mark.quick("deepseek_v3", "llama", "mixtral")
 @pytest.mark.parametrize("name", MODELS)
 def test_collectives_of_a_layer(name: str) -> None:
-    """One sum behind attention and one behind the MLP, or one for both where they are parallel; one gather."""
+    """A layer has one sum after attention and one after the MLP, or one for both if they are parallel; one gather."""
     for each in model(name).ranks(Ranks(tp=2)):
         assert count(each.program, inferc.all_reduce.default) == 2 * REDUCES.get(name, 2)
         assert count(each.program, inferc.all_gather.default) == 1

@@ -37,7 +37,7 @@ def dequantized(made: Example) -> tuple[Tensor, ...]:
 
 
 def check(made: Example, each: Quantize, count: int, golden: str, expected: tuple[Tensor, ...]) -> None:
-    """As Example.check, but that the results are those of the dequantized weights."""
+    """Check the example, expecting the results of the dequantized weights."""
     before = made.run()
     made.check(each, count, golden, tolerance=1.0)
     torch.testing.assert_close(made.run(), expected, rtol=1e-5, atol=1e-5)

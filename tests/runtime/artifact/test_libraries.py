@@ -1,4 +1,4 @@
-"""What was checked is what runs: libraries, templates and tokenizers swapped after the check are not opened."""
+"""Tests that what was checked is what runs: files swapped after the check are not opened."""
 
 import ctypes
 import errno

@@ -115,7 +115,7 @@ def test_a_scored_prompt_is_found_and_goes_on_with_the_same_bits(tiny_artifact: 
 
 
 def test_scores_with_the_likeliest_tokens_of_each_place(llm: LLM) -> None:
-    """The same numbers, and a greedy answer's tokens have the highest of their place, to the bit."""
+    """The numbers are the same, and a greedy answer's tokens have the highest of their place, to the bit."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
     answer = llm.generate(PROMPTS[2], params)[0]
     text = answer.prompt_token_ids + answer.outputs[0].token_ids

@@ -152,7 +152,7 @@ def test_an_objective_that_can_not_be_met_fails_its_request_alone(make: Callable
 
 
 def test_after_an_abort_nothing_more_comes(client: EngineClient) -> None:
-    """Its outputs that are on their way then belong to nobody, least of all to the request that comes next."""
+    """Outputs that are on their way at an abort belong to nobody, least of all to the request that comes next."""
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     for _ in range(20):
         aborted: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -188,7 +188,7 @@ def test_one_broken_sequence_ends_its_own_request_only() -> None:
 
 
 def adding_breaks(where: str, method: str) -> Callable[[], Engine]:
-    """Of an engine in whose scheduler or scorer a method fails for what begins with 9."""
+    """Return an engine in whose scheduler or scorer a method fails for ids that begin with 9."""
 
     def make() -> Engine:
         engine = make_engine(max_model_len=400, num_blocks=400)

@@ -1,4 +1,4 @@
-"""What is told of the prefix cache is what it holds: from the pure core, in a thread, and from a process."""
+"""Tests that events tell exactly what the prefix cache holds: by the pure core, in a thread, and from a process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = count()
 
 @dataclass
 class Router:
-    """What somebody outside knows of the cache, from events alone."""
+    """A reader outside of the engine, which knows the cache from events alone."""
 
     held: dict[str, set[bytes]] = field(default_factory=dict)  # by medium
     tokens: dict[bytes, list[int]] = field(default_factory=dict)  # of each block, also of those that are gone
@@ -62,7 +62,7 @@ class Router:
 
 
 def in_cache(engine: Engine) -> set[bytes]:
-    """What every group that gives nothing back has in any tier; where all give blocks back, what all have."""
+    """Return the blocks that a router may count on: those held by every group that keeps its blocks, in any tier."""
     cache = engine.scheduler.cache
     lower = [store.pool for store in cache.stores] or [BlockPool(0, 0)] * len(cache.groups)
     tiers = list(zip(cache.groups, cache.pools, lower, strict=True))
@@ -71,7 +71,7 @@ def in_cache(engine: Engine) -> set[bytes]:
 
 
 def generate(engine: Engine, prompt: list[int], max_tokens: int = 1, **params: object) -> list[CacheEvent]:
-    """What one sequence does to the cache."""
+    """Run one sequence, and return the events of the cache."""
     values = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params}
     engine.add_request(f"r{next(NAMES)}", prompt, SamplingParams(**values))  # type: ignore[arg-type]
     events: list[CacheEvent] = []

@@ -117,7 +117,7 @@ def test_a_sequence_four_times_the_arena_runs(seed: int, groups: tuple[CacheGrou
 
 
 def test_a_long_sequence_does_not_wait_for_the_room_that_its_own_beginning_takes() -> None:
-    """What it would find fills the arena, and nobody else is there to make room."""
+    """The cached beginning fills the arena, and no other sequence is there to make room."""
     engine = make_engine(
         prefix_cache=True, num_offloaded=80, num_blocks=13, max_model_len=240, max_num_batched_tokens=16
     )

@@ -39,7 +39,7 @@ def test_a_completion_with_all_that_is_served() -> None:
 
 
 def test_what_asks_for_nothing_is_left_alone() -> None:
-    """As clients send it that write every field, and OpenAI's own."""
+    """Clients that write every field, and OpenAI's own, send such fields."""
     nothing: dict[str, Any] = {
         "tools": [],
         "tool_choice": "auto",

@@ -1,4 +1,4 @@
-"""What an engine records, replayed: every token and log probability comes again with the same bits."""
+"""Tests of replaying a recording: every token and log probability comes again with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found of earlier sequences, by whom, and what makes room for what."""
+"""Tests of which blocks of earlier sequences are found, by whom, and what makes room for what."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -109,7 +109,7 @@ def test_only_requests_of_one_salt_share(engine: Engine) -> None:
 
 
 def score(engine: Engine, text: list[int], **options: Any) -> Score:
-    """Of one text, while nobody else runs."""
+    """Score one text while nothing else runs."""
     engine.score(f"s{next(NAMES)}", text, **options)
     while engine.has_work:
         engine.step()

@@ -30,7 +30,13 @@ def make_scheduler(
     counts = (num_blocks,) * len(groups)
     return Scheduler(
         SchedulerConfig(
-            *(max_num_seqs, max_num_batched_tokens, max_model_len, counts, block_size, groups, chunked_prefill),
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len,
+            counts,
+            block_size,
+            groups,
+            chunked_prefill,
             overcommit=overcommit,
         )
     )

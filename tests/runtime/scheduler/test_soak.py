@@ -77,7 +77,7 @@ def params_of(rng: random.Random) -> SamplingParams:
 
 
 def run_epoch(rng: random.Random, steps: int, policy: str) -> dict[str, int]:
-    """One engine: traffic in bursts, then until all is done. Returns what happened, counted."""
+    """Run one engine with traffic in bursts until all is done, and return counts of what happened."""
     clock = Clock()
     engine = engine_of(rng, clock, policy)
     runner = engine.runner

@@ -1,4 +1,4 @@
-"""What is learned of lengths and of steps."""
+"""Tests of what is learned about lengths and steps."""
 
 import math
 
@@ -25,7 +25,9 @@ def answered(prompt: list[int], length: int, max_tokens: int = 1000, **params: o
     ids = [*prompt, *([1] * length)]
     return Sequence(
         *("", 0, 0, len(prompt), ids, SamplingParams(max_tokens=max_tokens, **params)),  # type: ignore[arg-type]
-        *(0, len(prompt) + max_tokens, frozenset({0})),
+        0,
+        len(prompt) + max_tokens,
+        frozenset({0}),
     )
 
 

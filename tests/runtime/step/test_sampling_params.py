@@ -1,4 +1,4 @@
-"""What a request may ask for, and the messages where it may not."""
+"""Tests of what a request may ask for, and of the messages if it may not."""
 
 from __future__ import annotations
 
@@ -57,12 +57,27 @@ def test_values_out_of_range_are_refused(values: dict[str, Any], message: str) -
 
 HUGE = (10**399, -(10**399), 10**5000, -(10**5000))
 NUMBERS = (
-    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("ttft_ms", "tbt_ms"),
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ttft_ms",
+    "tbt_ms",
 )
 INTEGERS = (
-    *("n", "top_k", "seed", "logprobs", "max_tokens", "min_tokens", "cache_priority", "priority"),
-    *("stop_token_ids", "allowed_token_ids", "banned_token_ids"),
+    "n",
+    "top_k",
+    "seed",
+    "logprobs",
+    "max_tokens",
+    "min_tokens",
+    "cache_priority",
+    "priority",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "banned_token_ids",
 )
 
 

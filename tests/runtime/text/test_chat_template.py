@@ -16,7 +16,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def render(source: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
-    """What the sandbox makes of messages, without a process."""
+    """Return the prompt that the sandbox makes of messages, without a process."""
     values = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, "tools": None}
     return Sandbox(source).render({**values, **options, "messages": messages or MESSAGES})
 
@@ -155,7 +155,7 @@ def test_a_long_text_is_refused() -> None:
 
 
 def test_a_long_conversation_is_no_bomb() -> None:
-    """Of two million characters, with what templates do with them."""
+    """Templates handle two million characters of conversation."""
     source = (
         "{% set ns = namespace(text='') %}{% for m in messages %}"
         "{% set ns.text = ns.text ~ m.content.split('</think>')[-1].strip() | replace('<', '[') %}"

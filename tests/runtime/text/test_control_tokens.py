@@ -36,7 +36,7 @@ def has_control(text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Text]:
-    """tiny-llama's text side under each choice."""
+    """Return tiny-llama's text side under each choice."""
     folder = tmp_path_factory.mktemp("tokenizer")
     for name, data in tokenizer_files(load(MODEL)).items():
         (folder / name).write_bytes(data)
@@ -118,12 +118,12 @@ def byte_level(special: list[str], plain: list[str]) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """One whose vocabulary has the control tokens themselves, as sentencepiece's have."""
+    """Return a tokenizer whose vocabulary has the control tokens themselves, as in sentencepiece."""
     pieces = [
         ("<unk>", 0.0),
         ("<s>", 0.0),
         ("<call>", 0.0),
-        *((char, -3.0) for char in '<s>calur: ▁{}"_'),
+        *[(char, -3.0) for char in '<s>calur: ▁{}"_'],
         ("ab", -2.0),
     ]
     tokenizer = Tokenizer(models.Unigram(pieces, 0))
@@ -214,7 +214,7 @@ def test_longer_tokens_go_before_shorter_ones(tmp_path: Path) -> None:
 
 @given(st.lists(st.text("ab<|.", min_size=1, max_size=5), max_size=8), st.text("ab<|.", max_size=60))
 def test_a_pattern_finds_what_a_list_of_them_would(texts: list[str], where: str) -> None:
-    """What they begin with alike is written once, and the longest still goes first."""
+    """Common beginnings are written once in the pattern, and the longest token still goes first."""
     found, at = [], 0
     while at < len(where):
         hit = max((text for text in texts if where.startswith(text, at)), key=len, default="")

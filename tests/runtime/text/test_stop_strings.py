@@ -17,7 +17,7 @@ from inferc.runtime.text.stop_strings import Automaton, StopStrings
 
 
 def oracle(stops: list[str], pieces: list[str], include: bool) -> tuple[list[str], str | None]:
-    """What is shown after each piece, by looking for every stop string at every place of all that came."""
+    """Return what is shown after each piece, found by looking for every stop string at every place of the text."""
     text, shown = "", 0
     out: list[str] = []
     for piece in [*pieces, None]:

@@ -1,4 +1,4 @@
-"""What surrounds a gRPC call: messages that do not come whole, or not at all, and bytes that are none."""
+"""Tests of the frame around a gRPC call: messages that come in part or not at all, and bytes that are none."""
 
 import asyncio
 import socket
@@ -195,7 +195,7 @@ def test_a_large_message_is_read(served: str) -> None:
 
 @pytest.mark.slow
 def test_a_message_that_grows_beyond_the_bounds_as_it_is_unpacked_ends_the_call_alone(tiny_artifact: Any) -> None:
-    """gRPC ends the call itself, and who is at it is told by an error of its own."""
+    """The library of gRPC ends the call itself, and its client gets an error of its own."""
     with Server(tiny_artifact) as server, grpc.insecure_channel(server.address) as channel:
         check = channel.unary_unary(f"{HEALTH}/Check", RAW, RAW)
         for _ in range(8):

@@ -53,7 +53,7 @@ class Model:
 
 
 class OneAfterTheOther(Model):
-    """Its answers are whole as they are opened; notes how many are opened in each turn of the event loop."""
+    """A handler with whole answers, which notes how many are opened in a turn of the event loop."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -301,7 +301,7 @@ def test_a_request_has_its_name_while_its_prompt_is_scored() -> None:
 
 
 def test_a_name_can_be_used_again_at_once(served: str) -> None:
-    """What is still on its way for the request that was cancelled is not taken for the new one's."""
+    """Outputs still on their way for the cancelled request are not taken for those of the new one."""
     with Client(served) as client:
         (want,) = client.complete("xyz", max_tokens=6, temperature=0.0, ignore_eos=True)
         for _ in range(10):

@@ -90,7 +90,7 @@ def test_who_asks_for_health_is_begun_with_first() -> None:
 
 
 def test_who_has_said_nothing_does_not_stand_behind_those_who_have() -> None:
-    """It may be about to ask for health."""
+    """A silent client may be about to ask for health."""
 
     async def work() -> None:
         async with House() as house:
@@ -146,7 +146,7 @@ def test_who_has_asked_and_waits_for_a_protocol_keeps_its_place() -> None:
 
 
 def test_health_finds_a_place_among_those_who_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have all places, and those beyond them; one gives way, and health to none of those that come later."""
+    """Silent clients have all places, and those beyond them; one of them gives way, and health to none of the next."""
     monkeypatch.setattr(connections, "HEALTH_PLACES", 2)
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""What an artifact tells of itself where a part of it cannot be read, as its files were harmed after it was loaded."""
+"""Tests of the report of an artifact whose files were harmed after it was loaded, so that parts cannot be read."""
 
 import json
 import logging

@@ -54,7 +54,7 @@ def with_places(limit: int, work: Callable[[Open], Awaitable[None]]) -> None:
 
 
 def with_application(app: Any, limit: int, work: Callable[[Open], Awaitable[None]]) -> None:
-    """The same of any ASGI application."""
+    """Run an endpoint with any ASGI application."""
 
     async def run() -> None:
         listener = http_address.bind("127.0.0.1", 0)
@@ -205,7 +205,7 @@ def test_of_a_long_body_it_hears_before_the_end_and_of_one_that_waits_for_leave(
 
 
 def test_a_wish_for_another_protocol_is_passed_over() -> None:
-    """As `curl --http2` sends it."""
+    """The wish is sent by `curl --http2`."""
     wish = "connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
 
     async def work(opened: Open) -> None:
@@ -478,7 +478,7 @@ def test_a_connection_that_is_closed_gives_its_place_back() -> None:
 
 
 def test_beyond_the_places_there_are_none_but_for_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others come for those that were admitted for health alone, they come in their place and not beside them."""
+    """Later connections take the place of those that were admitted for health alone, and none beside them."""
     monkeypatch.setattr(connections, "HEALTH_PLACES", 1)
     places = Connections(2, lambda message: None)
     with Pairs(places) as pair:

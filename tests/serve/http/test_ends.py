@@ -1,4 +1,4 @@
-"""What HTTP clients find as they leave, sleep or meet a full server, and as a server or its engine ends."""
+"""Tests of HTTP clients that leave, sleep or meet a full server, and of a server or an engine that ends."""
 
 import http.client
 import json

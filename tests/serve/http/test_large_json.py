@@ -170,7 +170,7 @@ def test_a_large_invalid_body_costs_little(server: Server, path: str, body: byte
 
 
 def scope_of(path: str) -> dict[str, Any]:
-    """What an ASGI application is told of a request."""
+    """Return the scope that an ASGI application gets of a request."""
     return {"type": "http", "method": "POST", "path": path, "headers": [], "raw_path": b"", "query_string": b""}
 
 
@@ -214,7 +214,7 @@ def test_a_body_counts_no_more_once_its_answer_is_made(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("num_bytes", "most"), [(10, STARTS_AT_ONCE), (SHORT_BYTES + 1, 1)])
 def test_few_bodies_are_begun_with_at_once_and_one_long_one(num_bytes: int, most: int) -> None:
-    """Those that are read on the event loop: each holds up all others for as long as that takes."""
+    """Bodies that are read on the event loop hold up all others for as long as that takes."""
     starting, seen = 0, list[int]()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -22,7 +22,7 @@ def seen(url: str, tiny_artifact: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def want(served: str) -> str:
-    """What the prompt of most requests is answered with."""
+    """Return the answer to the prompt of most requests."""
     with Client(served) as client:
         return client.complete("def add(", **GREEDY)[0].text
 
@@ -141,7 +141,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 
 def test_lm_eval_reads_loglikelihoods(url: str, served: str, tiny_artifact: Path, tmp_path: Path) -> None:
-    """Of each ending the sum that our own Score gives, and whether it is what greedy decoding gives."""
+    """For each ending, the sum is that of inferc's own Score, and greedy decoding gives it or not."""
     with Client(served) as client:
         questions = [
             {"question": "def add(", "choices": [" self", " zebra crossing", "x, y):"]},
@@ -155,8 +155,17 @@ def test_lm_eval_reads_loglikelihoods(url: str, served: str, tiny_artifact: Path
         )
         command = [
             *(str(environment("lm-eval") / "lm_eval"), "run", "--model", "local-completions"),
-            *("--model_args", arguments, "--batch_size", "2", "--tasks", "endings", "--include_path", str(tmp_path)),
-            *("--output_path", str(tmp_path / "out"), "--log_samples"),
+            "--model_args",
+            arguments,
+            "--batch_size",
+            "2",
+            "--tasks",
+            "endings",
+            "--include_path",
+            str(tmp_path),
+            "--output_path",
+            str(tmp_path / "out"),
+            "--log_samples",
         ]
         offline = {
             "HF_HUB_OFFLINE": "1",

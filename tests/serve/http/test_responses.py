@@ -26,7 +26,7 @@ END = ["response.output_text.done", "response.content_part.done", "response.outp
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
-    """Of a stream, each of which is named as its type; nothing comes behind the last."""
+    """Return the events of a stream, each of which is named as its type; nothing follows the last."""
     found = []
     *blocks, rest = body.decode().split("\n\n")
     assert rest == ""
@@ -280,7 +280,7 @@ def test_a_response_that_fails_says_so_in_its_stream() -> None:
 
 
 def test_a_response_with_more_likely_tokens_than_one_tells_fails() -> None:
-    """Its end has all of them once more."""
+    """The end of the stream has all of them once more."""
     failing = Failing(4, MAX_ENTRIES // 2)
 
     async def work() -> bytes:

@@ -102,7 +102,7 @@ def test_an_answer_tells_no_more_of_prompts_than_is_documented(url: str, body: A
 
 
 def test_the_chosen_value_is_the_highest_exactly_where_the_token_is_greedy(url: str) -> None:
-    """What evaluation harnesses compare, over a text of which some tokens are greedy and others are not."""
+    """Evaluation harnesses compare the two over texts with tokens that are greedy and tokens that are not."""
     answer = request(url, COMPLETIONS, {"prompt": [5, 6, 7], "return_token_ids": True, **GREEDY}).json["choices"][0]
     text = [5, 6, 7, *answer["token_ids"]]
     scored = {"prompt": [text, [5, 6, 7, 8, 9]], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
@@ -118,7 +118,7 @@ def test_the_chosen_value_is_the_highest_exactly_where_the_token_is_greedy(url: 
 
 
 def test_a_scored_prompt_is_found_by_what_follows(url: str, served: str) -> None:
-    """By the token that a harness asks for besides, and by others of the same salt."""
+    """The prompt is found by the token that a harness asks for besides, and by other requests with its salt."""
 
     def cached(salt: str, **more: Any) -> int:
         reply = request(url, COMPLETIONS, {"prompt": [*range(5, 75)], "cache_salt": salt, **GREEDY, **more})

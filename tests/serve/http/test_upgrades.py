@@ -12,7 +12,7 @@ BODY = b"\r\nupgrade: a\r\n"
 
 
 def passed(upgrades: Upgrades, *pieces: bytes) -> bytes:
-    """What comes of a head in pieces; nothing follows it."""
+    """Return what comes of a head in pieces, after which nothing follows."""
     found = []
     for piece in pieces:
         head, rest = upgrades.passed_over(piece)

@@ -36,7 +36,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """tiny-llama as it ships, quantized, so that its certificate has a budget of every kind."""
+    """Return tiny-llama as it ships, quantized, so that its certificate has a budget of every kind."""
     out = tmp_path_factory.mktemp("artifacts") / "tiny-llama"
     source = ROOT / "examples" / "models" / "tiny-llama"
     done = run_inferc("compile", source, "-o", out, "--quantize", "int8", "--certify", "layers")
@@ -170,7 +170,7 @@ def test_tokens_show_their_alternatives(shipped: Server, open_page: Callable[...
 def test_each_token_of_a_chunk_is_shown(
     server: Server, open_page: Callable[..., Watched], text: str, tokens: list[str], shown: list[str]
 ) -> None:
-    """Where the page is late a chunk has several."""
+    """If the page is late, a chunk has several tokens."""
     page = open_page(server.url).page
     found = page.evaluate(
         """async ([text, tokens]) => {
@@ -363,7 +363,7 @@ def test_quantiles_and_rates_are_those_that_inferc_top_shows(server: Server, ope
     change = Change(before, after, model)
     names = ("inferc_time_to_first_token_seconds", "inferc_time_between_tokens_seconds")
     expected = [
-        *(change.quantile(name, share) for name in names for share in (0.5, 0.9, 0.99)),
+        *[change.quantile(name, share) for name in names for share in (0.5, 0.9, 0.99)],
         change.rate("inferc_output_tokens_total"),
         change.share("inferc_requests_good_total", "inferc_requests_judged_total"),
         change.now("inferc_sequences_max"),

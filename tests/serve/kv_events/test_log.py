@@ -114,7 +114,7 @@ class Subscriber:
             self.batches[found[-1]] = DECODER.decode(payload)
 
     def rebuild(self) -> None:
-        """What all batches together say."""
+        """Return the blocks that all batches together announce."""
         assert sorted(self.batches) == list(range(len(self.batches))), "some are missing"
         self.held.clear()
         for _, batch in sorted(self.batches.items()):
@@ -172,7 +172,7 @@ def config(tmp_path: Path) -> KvPublisherConfig:
 
 @pytest.fixture
 def subscriber(config: KvPublisherConfig, events: KvEventLog) -> Iterator[Subscriber]:
-    """Of a publisher in this process; its connection stands."""
+    """Return a connected subscriber of a publisher in this process."""
     publisher = KvPublisher(config, events)
     publisher.start()
     with Subscriber(config) as made:
@@ -375,7 +375,7 @@ def generate(address: str, prompt: list[int]) -> int:
 
 
 def by_hash(batches: list[pb.KvEventBatch]) -> dict[int, tuple[int | None, tuple[int, ...]]]:
-    """As `Subscriber.held`, of the messages of SubscribeKvEvents."""
+    """Return the blocks in the messages of SubscribeKvEvents by hash, like `Subscriber.held`."""
     held: dict[int, tuple[int | None, tuple[int, ...]]] = {}
     for event in (event for batch in batches for event in batch.events):
         if event.HasField("cleared"):
@@ -469,7 +469,7 @@ def test_subscriptions_end_with_the_server(tiny_artifact: Path) -> None:
 
 @pytest.mark.slow
 def test_subscriptions_go_on_with_the_next_engine(tiny_artifact: Path) -> None:
-    """What the engine that died held can not be found any more, and what the next one holds can."""
+    """The blocks of the engine that died can no longer be found, and those of the next one can."""
     with Server(tiny_artifact, "--kv-events", "grpc") as server, Client(server.address, timeout=60) as client:
         live = client.kv_events(0)
         generate(server.address, [5] * 40)

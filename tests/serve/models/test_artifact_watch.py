@@ -189,7 +189,7 @@ def test_another_artifact_in_its_place_is_not_served_by_the_old_ones_text(
 
 @pytest.fixture
 def reference_manifest(tiny_artifact: Path) -> bytes:
-    """engine.json of an artifact that differs in what made it."""
+    """Return the engine.json of an artifact that differs in what made it."""
     return changed_manifest(tiny_artifact, producer="inferc of another time")
 
 

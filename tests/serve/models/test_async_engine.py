@@ -261,7 +261,7 @@ def test_ids_are_unique_and_the_queue_is_bounded_by_sequences() -> None:
 
 
 def test_token_ids_in_parameters_are_bounded_over_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take six times what they take in a body, and are sent for each prompt anew."""
+    """Token ids take six times their space in a body, and are sent for each prompt anew."""
     monkeypatch.setattr(async_engine, "MAX_LISTED", 10)
 
     async def work() -> None:

@@ -76,7 +76,7 @@ def test_over_grpc(embedding: Server) -> None:
     ],
 )
 def test_a_model_for_vectors_that_is_compiled_for_what_makes_none(target: str, ranks: int, message: str) -> None:
-    """It is not told to be one that was not made for them."""
+    """A model that makes no vectors is not told to use one that was not made for them."""
     artifact = SimpleNamespace(
         model=SimpleNamespace(pooling=Pooling("last", True)),
         manifest=SimpleNamespace(targets=[target]),

@@ -309,7 +309,7 @@ def test_a_sleep_by_hand_is_no_swap() -> None:
 
 
 class Sleeper:
-    """What Residency asks to make room; `was_used` orders those at rest."""
+    """A model that Residency asks to make room; `was_used` orders those that are idle."""
 
     def __init__(self, is_at_rest: bool = True, was_used: float = 0.0) -> None:
         self.engine = cast(

@@ -358,7 +358,7 @@ def test_a_file_that_was_replaced_is_told_once_and_the_engine_goes_on(caplog: py
 
 
 def test_that_requests_are_refused_is_told_each_time(caplog: pytest.LogCaptureFixture) -> None:
-    """Also of a file of which it was told before that an engine keeps what lay there."""
+    """The refusal is told again for a file whose change was told before."""
 
     def is_told(count: int) -> bool:
         return caplog.text.count("keeps what lay there before") == count

@@ -1,4 +1,4 @@
-"""What is counted of requests, and the page that tells it, read by Prometheus' own parsers."""
+"""Tests of the counts of requests, and of the metrics page, read by Prometheus' own parsers."""
 
 import http.client
 import json
@@ -140,7 +140,7 @@ def test_requests_are_counted_as_they_went(own: Server) -> None:
 
 @pytest.mark.slow
 def test_time_to_first_token_is_from_the_arrival_of_a_request(own: Server) -> None:
-    """Of its head over HTTP, of the call over gRPC: what is before the engine counts."""
+    """The arrival is that of the head over HTTP and of the call over gRPC: what comes before the engine counts."""
 
     def gain(ask: Callable[[], Any]) -> list[float]:
         before = page(own.url)
@@ -193,12 +193,25 @@ def test_every_metric_is_there_under_its_names(own: Server) -> None:
     assert shown | {name for name, *_ in SERVER_METRICS} <= names
     # What vLLM's dashboards and the Gateway API inference extension read.
     for name in (
-        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
-        *("prompt_tokens_total", "generation_tokens_total", "num_preemptions_total", "prefix_cache_queries_total"),
-        *("prefix_cache_hits_total", "request_success_total", "time_to_first_token_seconds"),
-        *("inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
-        *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
-        *("request_generation_tokens", "iteration_tokens_total"),
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "cache_config_info",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "num_preemptions_total",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "request_success_total",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "iteration_tokens_total",
     ):
         assert f"vllm:{name}" in names, name
     reasons = {name for name in page(own.url) if name.startswith("vllm:request_success_total")}

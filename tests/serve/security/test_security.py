@@ -477,7 +477,7 @@ def test_an_expired_certificate(tiny_artifact: Path, tmp_path: Path) -> None:
 
 
 def https_later(server: Server, ca: Path) -> str:
-    """What a client gets whose clock is two hours ahead."""
+    """Return the answer that a client gets whose clock is two hours ahead."""
     script = (
         "import http.client, ssl, sys; from urllib.parse import urlsplit\n"
         "context = ssl.create_default_context(cafile=sys.argv[1])\n"
@@ -512,7 +512,7 @@ def test_what_is_not_safe_is_refused(tiny_artifact: Path, tmp_path: Path, option
 
 
 def test_no_page_from_elsewhere_asks_an_open_server(url: str, locked: Server) -> None:
-    """Its name may stand for 127.0.0.1 by the time its script asks."""
+    """The name of another page may stand for 127.0.0.1 by the time its script asks."""
     port = url.rpartition(":")[2]
     for host in (
         "evil.example",

@@ -19,7 +19,7 @@ from inferc.errors import VerifyError
 
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
-    """Of which the third spills more than it may."""
+    """Return three jobs, the third of which spills more than it may."""
     of_table = next(KERNELS["rope_table"]()).source
     activations = [case.source for case in list(KERNELS["silu_mul"]())[:3]]
     made = [Job(source, f"k{index}", "", "sm_90") for index, source in enumerate(activations)]
@@ -27,7 +27,7 @@ def jobs() -> list[Job]:
 
 
 def test_processes_make_the_bytes_of_one(jobs: list[Job]) -> None:
-    """In the order in which they were asked for, whichever is done first."""
+    """The results come in the order in which they were asked for, whichever is done first."""
     with Builders(1) as here, Builders(2) as others:
         found, expected = list(others.tried(jobs)), list(here.tried(jobs))
     assert [str(each) for each in found if isinstance(each, Exception)] == [

@@ -60,7 +60,7 @@ def run(runner: CpuRunner, plan: StepPlan) -> list[int]:
 
 
 def generate(runner: CpuRunner, slot: int, prompt: list[int], count: int) -> list[int]:
-    """One step after another, each waiting for the last one's id."""
+    """Run one step after another, each waiting for the id of the one before."""
     out, new, cached = [], prompt, 0
     for _ in range(count):
         (token,) = run(runner, make_plan([(slot, new, cached)]))
@@ -70,7 +70,7 @@ def generate(runner: CpuRunner, slot: int, prompt: list[int], count: int) -> lis
 
 
 def resident_bytes(pool: np.ndarray[Any, Any]) -> int:
-    """Of an array, what has a page by now."""
+    """Return the bytes of an array that have a page by now."""
     pages = np.zeros(-(-pool.nbytes // mmap.PAGESIZE), np.uint8)
     code = ctypes.CDLL(None).mincore(
         ctypes.c_void_p(pool.ctypes.data), ctypes.c_size_t(pool.nbytes), ctypes.c_void_p(pages.ctypes.data)

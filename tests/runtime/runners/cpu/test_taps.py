@@ -37,7 +37,7 @@ def params(index: int, **fields: Any) -> inferc.SamplingParams:
 def tapped(
     artifact: Path, which: tuple[int, ...], names: tuple[str, ...] = NAMES, **options: Any
 ) -> tuple[list[TappedSequence], list[list[int]]]:
-    """What was kept of the requests in `which`, by index, and what all were answered. Six run at once."""
+    """Return the values kept of the requests in `which`, by index, and the answers of all. Six run at once."""
     with inferc.LLM(artifact, tap=names, **options) as llm:
         each = [params(i, tap=i in which) for i in range(len(PROMPTS))]
         answers = llm.generate(PROMPTS, each)

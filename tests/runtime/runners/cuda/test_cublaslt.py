@@ -1,4 +1,6 @@
-"""cuBLASLt: products of every kind, numbers of rows that it was and was not prepared for, and what it refuses.
+"""Tests of cuBLASLt: products of every kind, prepared and other numbers of rows, and refusals.
+
+They run on a fake GPU, and the products on a real one where there is one.
 
 On a fake GPU, and the products on a real one where there is one.
 """
@@ -114,7 +116,7 @@ def bound(bed: Bed, from_rows: int, most: int) -> BoundProduct:
     [(False, False, False), (True, False, False), (False, True, False), (True, True, False), (False, False, True)],
 )
 def test_a_product(any_bed: Bed, dtype: torch.dtype, has_bias: bool, adds: bool, wide: bool) -> None:
-    """Of rows that lie apart, among others that stay as they are."""
+    """The rows lie apart, among others that stay as they are."""
     bed = any_bed
     x, weight, bias = numbers(MOST, K + 8, dtype=dtype), numbers(N, K, dtype=dtype), numbers(N, dtype=dtype)
     residual = numbers(MOST, N + 16, dtype=dtype)

@@ -58,14 +58,14 @@ LEFT = ("llama", "qwen3")  # of which there is an artifact that leaves its produ
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Those of the models of OFTEN without PTX; what a test compiles beside them is compiled as they are."""
+    """Return artifacts of the models of OFTEN without PTX; tests compile in the same way beside them."""
     with compiled_quickly():
         yield compiled(tmp_path_factory.mktemp("cuda"), OFTEN, with_ptx=False)
 
 
 @pytest.fixture(scope="module")
 def portable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Those of the models of OFTEN, with PTX for chips that they have no cubins for."""
+    """Return artifacts of the models of OFTEN, with PTX for chips that they have no cubins for."""
     with compiled_quickly():
         yield compiled(tmp_path_factory.mktemp("cuda-ptx"), OFTEN)
 
@@ -99,7 +99,7 @@ def with_given_ptx(wanted: bool) -> Callable[..., Any]:
 
 
 def copy_without_library(source: Path, target: Path) -> None:
-    """As it would be had nothing been measured."""
+    """Copy an artifact as it would be if nothing had been measured."""
     shutil.copytree(source, target)
     manifest, file = read_manifest(target), "kernels/sm_90/records.json"
     records = json_bytes([{**record, "library": None} for record in json.loads((target / file).read_bytes())])
@@ -259,7 +259,7 @@ def test_there_is_no_gpu_here(artifacts: Path) -> None:
 def test_a_prompt_on_the_command_line(
     portable: Path, generated_by_reference: list[list[int]], model: str, capability: list[int]
 ) -> None:
-    """As `inferc generate` does it, on a chip that there is only PTX for, and with cuBLASLt: the reference's ids."""
+    """`inferc generate` gives the reference's ids on a chip with PTX alone, and with cuBLASLt."""
     name, of_fake = portable / model, json.dumps({"capability": capability})
     assert generated(SUPPORT / "on_fake_gpu.py", name, of_fake, "--", "generate", name) == generated_by_reference
 

@@ -1,4 +1,4 @@
-"""Which sequences of a step have a prefix read once for several of them."""
+"""Tests of which sequences of a step have a prefix read once for several of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_prefix_is_what_all_share_in_whole_tiles() -> None:
 
 
 def test_the_new_token_is_its_own() -> None:
-    """Of 128 keys the last is the new token's: it is in a block that no other sequence may write."""
+    """The last of 128 keys is the new token's: it is in a block that no other sequence may write."""
     made = found(decoding([128, 300], {1: (0, 4)}))
     assert groups(made) == [([0, 1], 64)]
 
@@ -86,7 +86,7 @@ def test_no_prefix(plan: StepPlan) -> None:
 
 
 def test_not_where_little_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three sequences with 64 keys in common, two do not read them."""
+    """Two of three sequences with 64 keys in common do not read them."""
     plan = decoding([100] * 3, {1: (0, 2), 2: (0, 2)})
     monkeypatch.setattr(module, "LEAST_SAVED_BYTES", 2 * 64 * LAYER_BYTES)
     assert found(plan).keys == [64]

@@ -1,4 +1,4 @@
-"""What runs a TensorRT plan, on a GPU that is not there: calls that fit its profiles, memory, and what is refused."""
+"""Tests of running a TensorRT plan on a fake GPU: calls that fit its profiles, memory, and refusals."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_pieces_fit_and_make_up_the_call(data: st.DataObject) -> None:
 
 
 def test_a_prompt_that_is_longer_than_a_call_is_cut(artifact: Made) -> None:
-    """And one whose every row is asked for, of which a call gives 256."""
+    """A prompt whose every row is asked for is cut as well: a call gives 256 rows."""
     path, known = artifact
     prompt = [(7 + 13 * i * i) % 500 + 4 for i in range(1100)]
     params = inferc.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -111,7 +111,7 @@ def test_all_that_is_taken_was_planned_for(pair: Pair) -> None:
 
 
 def test_a_step_gives_a_product_one_call(pair: Pair) -> None:
-    """And, where its rows are not those of the one before, what says so."""
+    """A product is one call, with another one before it only if its number of rows differs from the last."""
     assert pair.library is not None
     plan = make_plan([(0, PROMPT, 0)])
     pair.run(plan)

@@ -1,4 +1,4 @@
-"""What a GPU would answer with silence and wrong numbers is noticed by the fake one."""
+"""Tests that the fake GPU notices what a real one would answer with silence and wrong numbers."""
 
 from collections.abc import Iterator
 

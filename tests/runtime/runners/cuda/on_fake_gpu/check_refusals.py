@@ -1,4 +1,4 @@
-"""What a GPU cannot run is refused in one line, before anything is allocated, and says what to do."""
+"""Tests that a GPU's limits are told in one line before anything is allocated, with what to do."""
 
 import re
 import shutil

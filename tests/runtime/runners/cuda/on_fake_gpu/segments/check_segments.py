@@ -133,7 +133,7 @@ def test_a_step_that_asks_for_no_row_runs_no_segment_of_rows(known: dict[str, Kn
 
 
 def test_each_size_is_captured_of_contexts_of_its_own(gpu: FakeTensorRT) -> None:
-    """Which compile for their shapes at once; a prompt's are compiled while others stand in."""
+    """The contexts compile for their shapes at once; those of a prompt are compiled while others stand in."""
     with inferc.LLM(LLAMA, **SMALL) as llm:
         llm.generate([[5, 6, 7]] * 3, SHORT)
         for engine in gpu.engines:
@@ -162,7 +162,7 @@ def test_what_tensorrt_does_not_capture_runs_without_graphs(
 def test_a_capture_that_fails_says_why_and_steps_run_without(
     gpu: FakeTensorRT, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of TensorRT, which cannot be asked before."""
+    """TensorRT fails such a capture, and cannot be asked before."""
     gpu.capturable = False
     monkeypatch.delattr(Context, "is_stream_capturable")
     with inferc.LLM(LLAMA, **SMALL) as llm:
@@ -172,7 +172,7 @@ def test_a_capture_that_fails_says_why_and_steps_run_without(
 
 
 def test_the_fake_gpu_refuses_captures_that_tensorrt_forbids(gpu: FakeTensorRT) -> None:
-    """Of what never ran; and other shapes for what a graph was captured of."""
+    """A capture of what never ran is refused, and so are other shapes than a graph was captured with."""
     artifact, driver = load_artifact(LLAMA), Driver(library=FakeCuda(LLAMA, capability=(8, 6)))
     gpu.cuda = driver._library
     engines = open_engines(artifact, EngineConfig(max_num_seqs=2), driver)
