@@ -117,7 +117,6 @@ def test_what_a_kv_cache_in_int8_makes_of_a_70b(tmp_path: Path) -> None:
     assert found["phases"]["decode"]["kv_bytes"] == pytest.approx(plain["phases"]["decode"]["kv_bytes"] * 132 / 256)
 
 
-@pytest.mark.slow
 def test_what_a_scheme_makes_of_a_70b(tmp_path: Path) -> None:
     model = folder(tmp_path / "70b", LLAMA_70B)
     found = explain_json(model, "--device", "h100", "--quantize", "w8a8")
@@ -161,7 +160,6 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- of what is refused
 
 
-@pytest.mark.slow
 def test_a_refused_model_shows_the_passes_up_to_the_refusal(tmp_path: Path) -> None:
     out, error = explain(folder(tmp_path / "odd", ODD), "--device", "h100", "--json", code=1)
     found = json.loads(out)
@@ -174,7 +172,6 @@ def test_a_refused_model_shows_the_passes_up_to_the_refusal(tmp_path: Path) -> N
     assert error.startswith("inferc: choose_kernels refuses the model: head_dim 528") and error.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_the_cache_of_a_model_that_is_refused_before_it_is_paged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

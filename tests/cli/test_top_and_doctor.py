@@ -143,7 +143,6 @@ def test_a_page_of_somebody_else_and_a_key_that_is_none() -> None:
             thread.join()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["top", "doctor"])
 def test_nobody_there_and_somebody_else(
     command: str, served: str, url: str, tiny_artifact: Path, tmp_path: Path
@@ -283,7 +282,6 @@ def test_a_batch_without_places(tiny_artifact: Path) -> None:
     assert any(line.startswith("CAUSE    batch configuration") for line in lines)
 
 
-@pytest.mark.slow
 def test_cache_misses(tiny_artifact: Path) -> None:
     with Server(tiny_artifact) as server:
         with Client(server.address) as client:

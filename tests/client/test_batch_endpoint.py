@@ -52,7 +52,6 @@ def ticket(body: dict[str, Any]) -> Ticket:
     return Job(asked, parse_request(asked.url, body), 1, [None]), 0
 
 
-@pytest.mark.slow
 def test_room_is_what_others_leave(served: str, small: Server) -> None:
     with Client(served) as client, EndpointBackend(served) as backend:
         assert [backend.room(num_open) for num_open in (0, 72)] == [72, 0], "64 run, and 8 wait to be next"
@@ -184,7 +183,6 @@ def test_a_server_with_keys_and_tls(tiny_artifact: Path, tmp_path: Path, monkeyp
             EndpointBackend(server.address, api_key=key, tls=Tls(ca=other.ca))
 
 
-@pytest.mark.slow
 def test_a_key_that_has_used_its_rate_waits(tiny_artifact: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     write_keys(keys, [Key("batch", digest_of("a-key"), tokens_per_minute=6000)])

@@ -70,7 +70,6 @@ def test_bfloat16_is_measured_against_hugging_faces_own(half_folder: Path, tmp_p
     assert rest[-1]["kl"] < 1.1 * first["kl"]
 
 
-@pytest.mark.slow
 def test_layers(half_folder: Path, tmp_path: Path) -> None:
     certificate = compiled(half_folder, tmp_path / "out", certify="layers", target="reference")
     assert certificate["scope"] == "a random copy of the first 1 layers, which hold every kind of layer of the model"

@@ -286,7 +286,6 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tiny_artifact: Path, tm
     assert 0 < len(recording.requests) < 8 and not recording.is_torn
 
 
-@pytest.mark.slow
 def test_a_served_recording_replays(tiny_artifact: Path, tmp_path: Path) -> None:
     file = tmp_path / "served.jsonl"
     few = ("--max-num-seqs", "4")  # n = 64 is then half a minute's work, and not over before it is aborted

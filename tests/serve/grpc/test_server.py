@@ -384,7 +384,6 @@ def test_a_port_in_use_is_known_before_anything_is_loaded(served: str, tmp_path:
     assert [signal.getsignal(number) for number in NUMBERS] == handlers
 
 
-@pytest.mark.slow
 def test_an_objective_that_can_not_be_met_is_told_as_such(tiny_artifact: Path) -> None:
     with Server(tiny_artifact, "--policy", "slo", "--tbt-ms", "200") as server, Client(server.address) as client:
         wishes = {"priority": 3, "client": "me", "ttft_ms": 60_000.0, "tbt_ms": 5000.0}

@@ -398,7 +398,6 @@ def test_both_endpoints_speak_tls_and_take_new_certificates(tiny_artifact: Path,
             plain.complete("abc", **SHORT)
 
 
-@pytest.mark.slow
 def test_only_clients_with_a_certificate(tiny_artifact: Path, tmp_path: Path) -> None:
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     cert, key = ours.issue("server")
@@ -539,7 +538,6 @@ def test_insecure_says_that_it_is_meant(tiny_artifact: Path) -> None:
         assert request(server.url, "/v1/models", headers={"host": "llm.example"}).status == 200
 
 
-@pytest.mark.slow
 def test_the_async_client_has_keys_and_tls_too(tiny_artifact: Path, tmp_path: Path, keys: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.issue("server")
