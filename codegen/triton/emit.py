@@ -1,8 +1,8 @@
 """The step of a lowered program as a list of launches, and the kernels that they name.
 
-A launch is data: which kernel runs for how many rows, and where each of its arguments lies. Whoever
-runs it computes each address once, since a value's place does not depend on the step. Nodes that TensorRT computes
-become a call of an engine, which stands among the launches and is data too.
+A launch is data: which kernel runs for how many rows, and where each of its arguments lies. Whoever runs it computes
+each address once, since a value's place does not depend on the step. Nodes that TensorRT computes become a call of an
+engine, which stands among the launches and is data too.
 """
 
 from __future__ import annotations

@@ -324,6 +324,7 @@ class Where(Struct, frozen=True, omit_defaults=True):
     - value: a pool of the arena. The place is `offset` bytes for each of the most rows of the pool, plus `column`
       bytes, plus `shifted` bytes for each row before those whose logits are computed.
     - cache: the number of a KV group. The place is `offset` bytes from the start of the group's pool.
+    - weight, input, output, state: a tensor of the artifact, an input or output of the step, or what the runner keeps.
     - counts: the sizes of the "step", or of the rows that are sampled at a time ("sample").
     - scratch: a buffer of the program's `scratch`.
     - none of them: the kernel does not read the argument.

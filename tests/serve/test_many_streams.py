@@ -14,6 +14,7 @@ from inferc.client import Client
 STREAMS, OUTPUT_LEN = 1000, 100
 LOADS, REQUESTS = 5, 3 * STREAMS
 MOST_GROWTH = 0.1  # of the resident memory from the end of the second load, until which caches and pools fill
+TIDIED_SECONDS = 90.0  # within which an idle server has collected its garbage and returned what is free
 
 
 @pytest.mark.slow
@@ -32,7 +33,8 @@ def test_a_thousand_streams(tiny_artifact: Path, kind: str) -> None:
             assert result.failed == {} and result.unfinished == 0 and result.short_answers == 0, result.warnings
             assert result.completed == REQUESTS
             resident.append(process.memory_info().rss)
-        assert resident[-1] < resident[1] * (1 + MOST_GROWTH), resident
+        most = resident[1] * (1 + MOST_GROWTH)
+        wait_until(lambda: process.memory_info().rss < most, f"memory is as it was: {resident}", TIDIED_SECONDS)
         with Client(server.address) as client:
             wait_until(lambda: client.loads().num_running + client.loads().num_waiting == 0, "nothing runs")
             loads = client.loads()
