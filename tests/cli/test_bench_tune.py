@@ -25,7 +25,7 @@ def inferc(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
 
 
 def served_with(artifact: Path, config: Path) -> dict[str, str]:
-    """Start a server with a configuration file, and return the options that it runs with."""
+    """Return the options that `inferc serve` takes from a configuration file."""
     out, _ = inferc("serve", artifact, "--config", config, "--print-config")
     lines = [line for line in out.splitlines() if line.endswith("# file")]
     return {key: value.rsplit("#")[0].strip() for key, value in (line.split(" = ", 1) for line in lines)}

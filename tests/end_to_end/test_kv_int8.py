@@ -36,7 +36,7 @@ def size(x: Tensor) -> float:
 @pytest.mark.slow  # make test has a certificate of such a cache (tests/compiler/test_certify_quantized.py)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_kernels_do_what_the_oracle_does(name: str, tmp_path: Path) -> None:
-    """But for numbers that another order of additions rounds to the neighbouring integer."""
+    """The two differ only in numbers that another order of additions rounds to the neighbouring integer."""
     family = FAMILIES[name]
     folder = make_random_model(family.model_type(name), tmp_path / "model", **family.fields)
     compile(folder, tmp_path / "out", CompileConfig(dtype="float32", kv_dtype="int8", certify="none"))

@@ -114,7 +114,7 @@ def test_a_row_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtyp
 
 
 def quantize(kernels: Kernels, dtype: torch.dtype, op: int, x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows in int8 and their scales; args: y, weight, eps, offset, early."""
+    """Return rows in int8, their scales and the sums with y; args: y, weight, eps, offset, early."""
     rows, width = x.shape
     values, scale = torch.full((rows, width), 99, dtype=torch.int8), nan(rows, dtype=torch.float32)
     total = nan(rows, width, dtype=dtype)

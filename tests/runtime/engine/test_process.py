@@ -188,7 +188,7 @@ def test_one_broken_sequence_ends_its_own_request_only() -> None:
 
 
 def adding_breaks(where: str, method: str) -> Callable[[], Engine]:
-    """Return an engine in whose scheduler or scorer a method fails for ids that begin with 9."""
+    """Return a maker of engines in whose scheduler or scorer a method fails for ids that begin with 9."""
 
     def make() -> Engine:
         engine = make_engine(max_model_len=400, num_blocks=400)
