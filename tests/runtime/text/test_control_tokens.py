@@ -147,7 +147,7 @@ def text_of(
 
 @pytest.mark.parametrize("make", [lambda: byte_level(["<s>"], ["<call>"]), unigram])
 def test_tokens_that_the_template_spells_are_control_tokens_too(make: Callable[[], Tokenizer], tmp_path: Path) -> None:
-    """But in an assistant's message, where the model wrote them."""
+    """Only those in an assistant's message are read, where the model wrote them."""
     tokenizer = make()
     bos, call = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("<call>")
     text = text_of(tokenizer, CALLS, tmp_path)
