@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from inferc.cost.machine import cpuinfo
 from inferc.runtime.runners.cpu.abi import detect_isa
 
 ROOT = Path(__file__).parent.parent
@@ -75,13 +76,8 @@ def digests(models: Iterable[str], tree: Path = ROOT, options: Iterable[str] = O
 
 def processor() -> dict[str, object]:
     """Return what the sums in a certificate depend on: who made the processor, and its best instruction set."""
-    lines = dict(line.split("\t: ", 1) for line in _cpu_facts() if "\t: " in line)
-    return {"vendor": lines.get("vendor_id", platform.machine()), "isa": detect_isa()[0]}
-
-
-def _cpu_facts() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return [line.replace("\t\t", "\t") for line in path.read_text().splitlines()] if path.exists() else []
+    vendor = re.search(r"^vendor_id\s*: (\S+)", cpuinfo(), re.MULTILINE)
+    return {"vendor": vendor[1] if vendor else platform.machine(), "isa": detect_isa()[0]}
 
 
 def has_same_processor(before: Mapping[str, object], after: Mapping[str, object]) -> bool:

@@ -122,7 +122,7 @@ def test_what_is_refused(options: dict[str, Any], message: str, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
-    """With onnxruntime-gpu, the text's likelihood is that of the same ops on the CPU."""
+    """The likelihood of a text by onnxruntime's CUDA provider is that of the same ops on the CPU."""
     schemes: tuple[Quantize | None, ...] = (None, "int4")
     for quantize in schemes:
         compile(SHIPPED / "tiny-llama", tmp_path / f"gpu {quantize}", replace(ON_GPU, quantize=quantize))

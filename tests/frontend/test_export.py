@@ -222,7 +222,7 @@ def test_code_that_branches_on_data_is_refused(tiny_llama_folder: Path, monkeypa
 def test_a_branch_on_the_number_of_tokens_is_refused(
     is_long: Callable[[Any], bool], message: str, tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With torch alone, the side that the traced example took would be kept for as many tokens as take it too."""
+    """A trace by torch alone keeps the side of a branch that its example took, for all lengths on that side."""
     whole = transformers.LlamaModel.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -156,7 +156,7 @@ EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize(("bits", "k"), [(8, 32), (4, 32), (4, 40)])
 def test_experts(bits: int, k: int, name: str, has_biases: bool, target: Target, tmp_path: Path) -> None:
-    """In four bits, 40 is no whole number of groups."""
+    """Experts whose inner size is no whole number of four-bit groups are among the cases: 40."""
     how, kernel = EXPERTS[name]
     experts, n = 4, 32
     weights = {"first": random(experts, 2 * n), "second": random(experts, k)}

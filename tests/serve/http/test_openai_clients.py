@@ -141,7 +141,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 
 def test_lm_eval_reads_loglikelihoods(url: str, served: str, tiny_artifact: Path, tmp_path: Path) -> None:
-    """For each ending, the sum is that of inferc's own Score, and greedy decoding gives it or not."""
+    """The harness reads the sum that inferc's own Score gives each ending, and whether greedy decoding gives it."""
     with Client(served) as client:
         questions = [
             {"question": "def add(", "choices": [" self", " zebra crossing", "x, y):"]},
