@@ -183,6 +183,13 @@ def make_odd_model(model_type: str, folder: Path, seed: int = 3, **overrides: An
     return folder
 
 
+def _is_projection(model: Any, name: str) -> bool:
+    """Whether a parameter is the weight of a linear layer, as of one that widens the rows of an embedding."""
+    import torch
+
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), torch.nn.Linear)
+
+
 def randomise(model: Any, seed: int) -> None:
     """Give every parameter, and every bias of a router, a value that a mistake would show: none is 0 or 1."""
     import torch
@@ -195,7 +202,7 @@ def randomise(model: Any, seed: int) -> None:
             is_scale = any(part in own for part in ("norm", "ln_", "ln.")) and not name.endswith("bias")
             if is_scale or parameter.dim() < 2:
                 parameter.copy_(is_scale + 0.2 * noise)
-            elif any(part in name for part in ("embed", "wte", "wpe")):
+            elif any(part in name for part in ("embed", "wte", "wpe")) and not _is_projection(model, name):
                 parameter.copy_(0.6 * noise)
             else:
                 parameter.copy_(1.1 * parameter.shape[-1] ** -0.5 * noise)
