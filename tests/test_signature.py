@@ -245,7 +245,6 @@ def test_files_of_keys_are_refused_by_the_line(tmp_path: Path, text: bytes, told
 # ----------------------------------------------------------------------------------------- as users do it
 
 
-@pytest.mark.slow
 def test_the_commands(copied: Path, tmp_path: Path) -> None:
     key = tmp_path / "release.key"
     done = run_inferc("sign", copied, "--new-key", key)

@@ -1,5 +1,7 @@
 """Bad input ends in one clear line on standard error and exit code 2, never in a traceback or half-written files."""
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -13,6 +15,7 @@ import typer
 from command_line import run_inferc
 from serving import ENV, INFERC, wait_until
 
+from inferc.cli.common import progress
 from inferc.cli.main import app
 from inferc.cli.serve import FOREIGN
 
@@ -402,3 +405,42 @@ def test_a_reader_that_leaves_is_no_error(tiny_artifact: Path) -> None:
         process.stdout.close()
         assert process.wait(60) == 0
         assert not process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (MemoryError(), 1, " GB are free"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 1, "inferc: not enough memory: "),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 1, "pip install 'inferc[compile]'"),
+        (ModuleNotFoundError("No module named 'x.y'", name="x.y"), 1, "needs the package x, which is not installed"),
+        (RuntimeError("a fault of inferc"), 1, "RuntimeError: a fault of inferc; INFERC_DEBUG=1 shows where, please"),
+        (KeyboardInterrupt(), 130, "inferc: interrupted"),
+    ],
+)
+def test_what_no_command_expects_is_one_line_too(
+    error: BaseException, code: int, told: str, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> None:
+        raise error
+
+    monkeypatch.setattr("inferc.runtime.artifact.inspect.inspect_artifact", fail)
+    assert told in one_line(refused("inspect", tiny_artifact, code=code))
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar names the stage; where standard error is no terminal there is none."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr("sys.stderr", stream)
+        with progress("compile") as report:
+            report("capture 2 layers", 0, 1)
+            report("quantize", 3, 4)
+        shown = stream.getvalue()
+        assert ("quantize" in shown) is stream.isatty() and ("━" in shown) is stream.isatty()

@@ -305,7 +305,6 @@ def test_bench_kernels_accounts_for_every_kernel(tiny_artifact: Path) -> None:
     assert not any(found[name]["products"] for name in ("prefill", "decode", "decode of 3"))  # of few tokens
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "isa", [*detect_isa()[:1], *(pytest.param(isa, marks=pytest.mark.slow) for isa in detect_isa()[1:])]
 )

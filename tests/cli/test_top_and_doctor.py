@@ -248,6 +248,82 @@ def test_a_server_that_no_try_reached() -> None:
     assert found.cause is not None and "the way to it is slow or loses packets" in found.cause.advice
 
 
+SLOW = """
+inferc_requests_open{model_name="m"} 8
+inferc_model_state{model_name="m",state="serving"} 1
+inferc_sequences_max{model_name="m"} 4
+inferc_sequences_running{model_name="m"} 4
+inferc_sequences_waiting{model_name="m"} 4
+inferc_kv_usage_ratio{model_name="m"} 0.3
+"""
+
+
+class _Waiting(BaseHTTPRequestHandler):
+    """A server all of whose places are taken, and with sequences that wait for one."""
+
+    text = SLOW
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.text.encode())
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+class _Empty(_Waiting):
+    text = "inferc_event_loop_lag_seconds 0\n"
+
+
+def ask(command: str, handler: type[BaseHTTPRequestHandler], *options: str) -> Any:
+    """Run a command against a server that answers all requests alike."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            return run_inferc(command, f"127.0.0.1:{server.server_port}", *options)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+HASTY = ("--seconds", "0.1")
+
+
+def test_top_draws_a_server_and_one_without_a_model() -> None:
+    options = ("--interval", "0.05", "--count", "2")
+    screen = ask("top", _Waiting, *options).stdout
+    for text in ("inferc top", "m  serving", "4 running of 4, 4 waiting", "KV cache            30 %  "):
+        assert text in screen, screen
+    found = json.loads(ask("top", _Waiting, *options, "--json").stdout)
+    assert len(found["looks"]) == 2 and found["models"] == found["looks"][-1]["models"]
+    (model,) = found["models"]
+    assert (model["running"], model["waiting"], model["kv_usage"]) == (4, 4, 0.3)
+    assert "no model is loaded" in ask("top", _Empty, *options).stdout
+
+
+def test_people_and_programs_are_told_the_same() -> None:
+    done = ask("doctor", _Waiting, *HASTY)
+    assert done.returncode == 1, done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert first == "m:" and lines[0].startswith("  symptom  requests are open, and no token came within")
+    marks = [line.split()[0] for line in lines[1:] if line[:3] == "  " + line[2:3] and line[2] != " "]
+    assert marks.count("CAUSE") == 1 and set(marks) <= {"CAUSE", "also", "ok", "–"}
+    done_json = ask("doctor", _Waiting, *HASTY, "--json")
+    found = json.loads(done_json.stdout)
+    (model,) = found["models"]
+    assert done_json.returncode == 1 and not found["healthy"] and model["model"] == "m" and model["cause"] == "batch"
+    assert f"           → {model['advice']}" in lines
+    assert {"memory", "batch", "cache", "network"} <= {each["cause"] for each in model["checks"]}
+
+
+def test_a_server_without_a_model_is_told() -> None:
+    done = ask("doctor", _Empty, *HASTY)
+    assert done.returncode == 1 and "no model is loaded" in done.stderr
+    done = run_inferc("doctor", "127.0.0.1:9", "--seconds", "0")
+    assert done.returncode == 2 and "--seconds 0: expected a number above 0" in done.stderr
+
+
 def test_a_healthy_server(tiny_artifact: Path) -> None:
     with Server(tiny_artifact) as server:
         with load(server, 1, 0.1, max_tokens=5):

@@ -13,7 +13,7 @@ from certificates import Authority
 from command_line import run_inferc
 from serving import ENV, INFERC, Server, wait_until
 
-from inferc.client import SERVICE, Client, Tls
+from inferc.client import SERVICE, Client, ServerError, Tls, batch_endpoint
 from inferc.client.batch_endpoint import EndpointBackend
 from inferc.client.scrape import Endpoint, Page
 from inferc.errors import InfercError
@@ -221,3 +221,14 @@ def test_options_that_do_not_fit(engine: str, options: tuple[str, ...], message:
     command = ["batch", str(source), "-o", str(tmp_path / "out.jsonl"), "--engine", engine, *options]
     done = run_inferc(*command)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tls", "told"), [(None, r"with TLS: https://127.0.0.1:1\)"), (Tls(), "is its authority in --ca")]
+)
+def test_where_nobody_answers_the_port_is_asked_about(
+    tls: Tls | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_endpoint, "CONNECT_SECONDS", 0.01)
+    with pytest.raises(ServerError, match=rf"no server answered at 127.0.0.1:1 within 0.01 s; .*{told}"):
+        EndpointBackend("127.0.0.1:1", tls=tls)

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from inferc.client import SERVICE, AsyncClient, Client, ServerError
-from inferc.client.messages import generate_request
+from inferc.client.messages import embed_request, generate_request, score_request, tokenize_request
 from inferc.errors import InfercError, RequestError
 
 
@@ -44,6 +44,32 @@ def test_a_prompt_that_is_none(prompt: Any, message: str) -> None:
 def test_token_ids_that_are_none() -> None:
     with Client("127.0.0.1:1", timeout=1) as client, pytest.raises(RequestError, match=r"token_ids\[1\] is 1\.5"):
         client.detokenize([1, 1.5])  # type: ignore[list-item]
+
+
+def test_a_server_that_does_not_answer_is_told_by_its_address() -> None:
+    async def ask() -> None:
+        async with AsyncClient("127.0.0.1:1") as client:
+            await client.wait_until_ready(0.01)
+
+    with Client("127.0.0.1:1") as client, pytest.raises(ServerError, match="no server answered at 127.0.0.1:1 within"):
+        client.wait_until_ready(0.01)
+    with pytest.raises(ServerError, match="no server answered at 127.0.0.1:1 within 0.01 s"):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [("a text", "inputs: expected a list"), (5, "found 5"), ([b"a"], r"inputs\[0\] is b'a'"), ([[2**40]], "token id")],
+)
+def test_inputs_that_are_none(inputs: Any, told: str) -> None:
+    with Client("127.0.0.1:1", timeout=1) as client, pytest.raises(RequestError, match=told):
+        client.embed(inputs)
+    with pytest.raises(RequestError, match="the request cannot be sent"):
+        embed_request(["a"], "m", 2**40)
+    with pytest.raises(RequestError, match="the request cannot be sent"):
+        score_request("a", "m", 2**40, "")
+    with pytest.raises(RequestError, match="these are token ids already"):
+        tokenize_request([5], "m", True)  # type: ignore[list-item]
 
 
 def test_one_stop_string_is_one() -> None:

@@ -356,7 +356,9 @@ def test_the_async_client_makes_the_same_calls(several: Server) -> None:
             (whole,) = await client.complete("abc", max_tokens=8, **GREEDY)
             assert "".join(piece.text for piece in pieces) == whole.text and len(whole.token_ids) == 8
             ids = await client.tokenize("abc")
-            assert await client.detokenize(ids) == "abc"
+            assert await client.detokenize(ids) == "abc" and await client.token_bytes(ids) == b"abc"
+            with pytest.raises(RequestError, match="inputs: expected a list of texts"):
+                await client.embed("abc")
             assert (await client.score("abc")).token_ids == tuple(ids)
             info, loads = await client.model_info(), await client.loads()
             assert info.model == "first" and loads.output_tokens >= 16

@@ -181,6 +181,14 @@ def test_many_wrong_fields_are_told(lab: Lab, data: st.DataObject) -> None:
     try_one(lab, data)
 
 
+def launches(**argument: Any) -> dict[str, Any]:
+    """A step on a GPU that is one launch, of an engine with this argument, or of nothing at all."""
+    launch: dict[str, Any] = {"node": "a", "layer": None, "rows": "tokens", "arguments": {}, "writes": []}
+    if argument:
+        launch |= {"engine": "a", "arguments": {"x": argument}}
+    return {"begin": [], "step": [launch], "head": [], "sample": [], "score": []}
+
+
 @pytest.mark.parametrize(
     ("name", "path", "value", "told"),
     [
@@ -217,6 +225,21 @@ def test_many_wrong_fields_are_told(lab: Lab, data: st.DataObject) -> None:
             8,
             r"kv_groups\[0\].bytes_per_token: found 8",
         ),
+        ("engine.json", ("files", "../other"), {"bytes": 1, "sha256": "0" * 64}, "'../other', which is outside of the"),
+        ("engine.json", ("files", "program.json", "xxh3_128"), ["0" * 32], "expected either sha256 or xxh3_128"),
+        ("engine.json", ("files", "large"), {"bytes": 2**30, "xxh3_128": ["0" * 32]}, "files.large: 1 digests for"),
+        ("engine.json", ("files", "kernels/a"), {"bytes": 1, "xxh3_128": ["0" * 32]}, "kernels/a: expected a sha256"),
+        ("engine.json", ("programs", 0, "cubins"), {"sm_90": "kernels/a"}, "there is no records.json in"),
+        ("engine.json", ("programs", 0, "memory", "kv_bytes_per_token"), 8, "found 8, and kv_groups take"),
+        ("program.json", ("step", "outputs"), ["hidden", "hidden"], "step.outputs: found .*, and engine.json has"),
+        ("program.json", ("weights", 0, "file"), "none", r"weights\[0\]: it places weight .* outside of none"),
+        ("program.json", ("weights", 0, "num_bytes"), 1, r"weights\[0\].num_bytes: found 1, and its shape takes"),
+        ("program.json", ("launches",), launches(), r"launches.step\[0\]: expected either choices or engine"),
+        ("program.json", ("launches",), launches(weight="none"), r"arguments.x: there is no weight 'none'"),
+        ("program.json", ("launches",), launches(cache=7, offset=0), "there is no KV group 7, or no offset"),
+        ("program.json", ("launches",), launches(scratch="none"), "arguments.x: there is no scratch 'none'"),
+        ("program.json", ("launches",), launches(value="T"), "arguments.x: expected offset and column beside value"),
+        ("program.json", ("program", "nodes", 0, "target"), None, r"program.nodes\[\d+\].target: it is missing"),
         ("program.json", ("weights", 0, "offset"), -64, r"weights\[0\].offset: expected int >= 0"),
         (
             "program.json",

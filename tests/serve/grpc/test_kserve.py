@@ -211,6 +211,44 @@ BAD += [
 ]
 
 
+def sampled(text: bytes, *more: bytes) -> pb.ModelInferRequest:
+    """A request whose sampling parameters are a text of its own."""
+    made = request_of(texts(b"abc"), [1])
+    made.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1 + len(more)])
+    made.raw_input_contents.append(texts(text, *more))
+    return made
+
+
+def twice(name: str) -> pb.ModelInferRequest:
+    made = request_of(texts(b"abc"), [1], name)
+    made.MergeFrom(request_of(texts(b"abc"), [1], name))
+    return made
+
+
+def of_contents(shape: list[int]) -> pb.ModelInferRequest:
+    contents = pb.InferTensorContents(bytes_contents=[b"abc"])
+    tensor = pb.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=shape, contents=contents)
+    return pb.ModelInferRequest(inputs=[tensor])
+
+
+def with_timeout() -> pb.ModelInferRequest:
+    made = request_of(texts(b"abc"), [1])
+    made.parameters["timeout"].string_param = "1 s"
+    return made
+
+
+BAD += [
+    (twice("text_input"), "input text_input is there twice"),
+    (of_contents([2]), "input text_input: found 1 values for the shape [2]"),
+    (sampled(b"{"), "input sampling_parameters is not JSON"),
+    (sampled(b"[1]"), "input sampling_parameters: expected a JSON object, found [1]"),
+    (sampled(b"{}", b"{}"), "input sampling_parameters has 2 values; at most 1 are taken"),
+    (sampled(b'{"seed": 1}' + b" " * (1 << 20)), "input sampling_parameters has 1048587 bytes; at most"),
+    (sampled(b'{"n": 2}'), "n is 2; this protocol gives one output for each prompt"),
+    (with_timeout(), "parameter timeout is '1 s'; expected microseconds"),
+]
+
+
 def asked(kind: str) -> pb.ModelInferRequest:
     """A request with a parameter where none is known."""
     made = request_of(texts(b"abc"), [1])
@@ -265,6 +303,77 @@ def test_there_is_one_repository(served: str, method: str, request_: Any) -> Non
     assert "repository_name is 'other'" in (raised.value.details() or "")
 
 
+@pytest.mark.parametrize(
+    ("method", "request_", "message"),
+    [
+        ("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name="m"), "parameters here: a model is loaded as"),
+        ("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="m"), "parameters here are unknown"),
+    ],
+)
+def test_loading_takes_no_parameters(served: str, method: str, request_: Any, message: str) -> None:
+    request_.parameters["here"].int64_param = 1
+    with grpc.insecure_channel(served) as channel, pytest.raises(grpc.RpcError) as raised:
+        channel.unary_unary(f"/{KSERVE.full_name}/{method}", type(request_).SerializeToString, bytes)(
+            request_, timeout=30
+        )
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert message in (raised.value.details() or "")
+
+
+def streamed(served: str, request: pb.ModelInferRequest) -> list[Any]:
+    """Return the answers of a stream with one request: responses, and messages with an error."""
+    with grpc.insecure_channel(served) as channel:
+        call = channel.stream_stream(
+            f"/{KSERVE.full_name}/ModelStreamInfer",
+            pb.ModelInferRequest.SerializeToString,
+            pb.ModelStreamInferResponse.FromString,
+        )
+        return [each.infer_response if not each.error_message else each for each in call(iter([request]), timeout=60)]
+
+
+def flagged(request: pb.ModelInferRequest, **flags: bool) -> pb.ModelInferRequest:
+    for name, value in flags.items():
+        request.inputs.add(name=name, datatype="BOOL", shape=[1])
+        request.raw_input_contents.append(bytes([value]))
+    return request
+
+
+@pytest.mark.parametrize("marks_end", [False, True])
+def test_a_stream_echoes_and_has_the_outputs_that_were_asked_for(served: str, marks_end: bool) -> None:
+    sampling = json.dumps(GREEDY).encode()
+    request = flagged(sampled(sampling), stream=True, exclude_input_in_output=False)
+    request.parameters["triton_enable_empty_final_response"].bool_param = marks_end
+    names = ["text_output", "output_ids", "finish_reason"]
+    for name in names:
+        request.outputs.add(name=name)
+    found = streamed(served, request)
+    last = [each.parameters["triton_final_response"].bool_param for each in found]
+    assert last == [False] * (len(found) - 1) + [True]
+    if marks_end:
+        assert not found.pop().outputs, "the end is a response of its own"
+    rows = [[tensor.name for tensor in each.outputs] for each in found]
+    assert rows == [names] * len(found)
+    want = whole(served, "abc")
+    assert b"".join(each.raw_output_contents[0][4:] for each in found).decode() == "abc" + want.text
+    ids = b"".join(each.raw_output_contents[1] for each in found)
+    assert list(struct.unpack(f"<{len(ids) // 4}i", ids)) == list(want.token_ids)
+    assert [each.raw_output_contents[2][4:] for each in found] == [b""] * (len(found) - 1) + [b"length"]
+
+
+def test_a_stream_takes_one_text(served: str) -> None:
+    (answer,) = streamed(served, flagged(request_of(texts(b"a", b"b"), [2]), stream=True))
+    assert "text_input has 2 texts; stream takes one" in answer.error_message
+
+
+def test_token_ids_are_echoed_as_their_text(infer: Any, served: str) -> None:
+    request = request_of(struct.pack("<3i", 5, 6, 7), [3], "input_ids", "INT32")
+    request.inputs.add(name="exclude_input_in_output", datatype="BOOL", shape=[1])
+    request.raw_input_contents.append(b"\0")
+    request.parameters["max_tokens"].int64_param = 2
+    with Client(served) as client:
+        assert infer(request, timeout=30).raw_output_contents[0][4:].decode().startswith(client.detokenize([5, 6, 7]))
+
+
 def test_server_and_model_are_described(infer: Any, served: str, tiny_artifact: Path) -> None:
     request = request_of(texts(b"abc"), [1])
     request.parameters["max_tokens"].int64_param = 3
@@ -292,6 +401,8 @@ def test_server_and_model_are_described(infer: Any, served: str, tiny_artifact: 
         assert config.model_transaction_policy.decoupled and config.max_batch_size == 0
         assert [entry.name for entry in config.output] == [entry.name for entry in metadata.outputs]
         (stats,) = call("ModelStatistics", pb.ModelStatisticsRequest(), pb.ModelStatisticsResponse).model_stats
+        (named,) = call("ModelStatistics", pb.ModelStatisticsRequest(name=name), pb.ModelStatisticsResponse).model_stats
+        assert named.name == name
         assert stats.name == name and stats.inference_stats.success.count >= 1 and stats.execution_count >= 3
         (entry,) = call("RepositoryIndex", pb.RepositoryIndexRequest(), pb.RepositoryIndexResponse).models
         assert (entry.name, entry.version, entry.state) == (name, "1", "READY")

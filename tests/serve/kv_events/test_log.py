@@ -18,7 +18,7 @@ import zmq
 from command_line import run_inferc
 from serving import ENV, Server, wait_until
 
-from inferc.client import SERVICE, Client, ServerError
+from inferc.client import SERVICE, AsyncClient, Client, ServerError
 from inferc.errors import ConfigError, RequestError
 from inferc.runtime.kv_cache.events import CacheEvent, Cleared, KvBatch, Removed, Stored
 from inferc.serve.errors import BatchesGone, EngineUnavailable
@@ -432,6 +432,24 @@ def test_live_events_come_over_both(publishing: tuple[Server, Subscriber]) -> No
     assert found == [
         {"stored": "BlockStored", "removed": "BlockRemoved"}[str(e.WhichOneof("event"))] for e in batch.events
     ]
+
+
+def test_the_async_client_subscribes_too(publishing: tuple[Server, Subscriber]) -> None:
+    async def work(address: str) -> None:
+        async with AsyncClient(address, timeout=60) as client:
+            live = await client.kv_events()
+            await client.complete([41] * 70, max_tokens=1, temperature=0)
+            batch = await anext(live)
+            assert batch.events[0].stored.token_ids == [41] * 64
+            await live.aclose()  # type: ignore[attr-defined]
+            first = await anext(await client.kv_events(0))
+            assert first.sequence == 0 and first.events[0].HasField("cleared")
+            with pytest.raises(ServerError, match="OUT_OF_RANGE: KV events from 100000 on are not here"):
+                await anext(await client.kv_events(100_000))
+            with pytest.raises(RequestError, match="start_sequence"):
+                await client.kv_events(-1)
+
+    asyncio.run(asyncio.wait_for(work(publishing[0].address), 60))
 
 
 def void(_: object) -> None:
