@@ -27,7 +27,11 @@ from inferc.cli.load import InputLen, OutputLen
 from inferc.errors import ConfigError
 from inferc.targets import DEFAULT_TARGET
 
-bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench_app = typer.Typer(
+    help="Measure the speed of an artifact on this machine, or of a running server.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 Concurrency = Annotated[int, typer.Option("--concurrency", metavar="N", help="Number of requests in flight at once.")]
 Requests = Annotated[

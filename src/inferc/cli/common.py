@@ -161,7 +161,15 @@ MaxBatchedTokens = Annotated[
         help="Token budget: the most tokens that one step computes; by default 512, on a GPU 8192.",
     ),
 ]
-KVMemory = Annotated[str, typer.Option("--kv-memory", metavar="BYTES", help="Size of the KV cache, for example 2GiB.")]
+KVMemory = Annotated[
+    str,
+    typer.Option(
+        "--kv-memory",
+        metavar="BYTES",
+        help="Size of the KV cache, for example 2GiB. auto: what --max-num-seqs sequences of full length need, at most"
+        " half of the free memory on a CPU, and all that is left on a GPU.",
+    ),
+]
 
 
 class OutputError(InfercError):

@@ -68,7 +68,9 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.add_typer(keys_app, name="keys")
 
-EXPERIMENTAL = " (experimental: nothing starts ranks in processes of their own yet, see docs/parallel.md)."
+EXPERIMENTAL = (
+    " (experimental: all ranks run in one process, which tries a split model and makes it no faster; docs/parallel.md)."
+)
 
 
 def main() -> None:
@@ -122,7 +124,8 @@ def compile_model(
         typer.Option(
             "--dtype",
             metavar="bfloat16|float32|float16|auto",
-            help="Data type of weights and activations; float16 is for onnx and tensorrt.",
+            help="Data type of weights and activations. auto: the checkpoint's, as far as the target has it; float16 is"
+            " for onnx and tensorrt.",
         ),
     ] = "auto",
     quantize: Annotated[
@@ -149,7 +152,12 @@ def compile_model(
         ),
     ] = "auto",
     max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", metavar="N", help="Longest sequence, prompt and output, in tokens.")
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            metavar="N",
+            help="Longest sequence, prompt and output, in tokens; by default the length that the model was trained for.",
+        ),
     ] = None,
     certify: Annotated[
         str,
@@ -170,7 +178,7 @@ def compile_model(
             "--pass",
             metavar="MODULE:NAME",
             help="Your own compiler pass: a Python module and an object in it, or FILE.py:NAME; may be repeated. It"
-            " runs after the pass split_head, when all fusions are done, unless it asks for another place"
+            " runs after the pass split_head, when nearly all fusions are done, unless it asks for another place"
             " (docs/extending.md).",
         ),
     ] = None,
