@@ -156,7 +156,7 @@ def compile_model(
         typer.Option(
             "--max-model-len",
             metavar="N",
-            help="Longest sequence, prompt and output, in tokens; by default the length that the model was trained for.",
+            help="Longest sequence, prompt and output, in tokens; by default the length the model was trained for.",
         ),
     ] = None,
     certify: Annotated[
