@@ -15,11 +15,6 @@ from tokenizers import Tokenizer
 from torch import Tensor, ops
 
 from inferc import extend
-from inferc.frontend.capture import capture
-from inferc.frontend.checkpoint.load import load
-from inferc.ir.program import from_json, to_json
-from inferc.ir.weights import read_whole
-from inferc.passes.normalize.canonicalise import Canonicalise
 
 aten = ops.aten
 TINY_LLAMA = Path(__file__).parent / "models" / "tiny-llama"
@@ -58,7 +53,7 @@ class LastRow:
         return 1
 
 
-PASSES = (Canonicalise(), fuse_rms_norm, LastRow())
+PASSES = (extend.Canonicalise(), fuse_rms_norm, LastRow())
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A kernel (codegen/cpp/kernels) runs the op above. inferc has one for every op, and its calls between them are C++ too.
@@ -81,16 +76,19 @@ extern "C" void rms_norm(const float* x, const float* weight, float* out, long r
 
 
 def compile_model(model: Path, out: Path) -> None:
-    checkpoint = load(model)
-    program = capture(checkpoint, "float32")  # torch.export of the model on the meta device: no weight is read yet
+    checkpoint = extend.load_checkpoint(model)
+    program = extend.capture(
+        checkpoint, "float32"
+    )  # torch.export on the meta device: no weight is read yet
     print(f"captured: {count(program)} nodes, weights still in {model.name}")
     for each in PASSES:
         print(f"{each.name}: {each(program)} rewrites, {count(program)} nodes")
     program.drop_unused()
     out.mkdir(parents=True, exist_ok=True)
     (out / "graph.txt").write_text(program.to_text())  # for people
-    (out / "program.json").write_text(json.dumps(to_json(program)))  # for the runtime
-    weights = {name: read_whole(weight, checkpoint.reader).contiguous() for name, weight in program.weights.items()}
+    (out / "program.json").write_text(json.dumps(extend.to_json(program)))  # for the runtime
+    reader = checkpoint.reader
+    weights = {name: extend.read_whole(each, reader).contiguous() for name, each in program.weights.items()}
     save_file(weights, out / "weights.safetensors")
     (out / "kernel.cpp").write_text(KERNEL)
     subprocess.run(["g++", "-O3", "-shared", "-fPIC", out / "kernel.cpp", "-o", out / "kernel.so"], check=True)
@@ -110,7 +108,7 @@ def count(program: extend.Program) -> int:
 
 class Engine:
     def __init__(self, out: Path) -> None:
-        self.program = from_json(json.loads((out / "program.json").read_text()))
+        self.program = extend.from_json(json.loads((out / "program.json").read_text()))
         self.weights = load_file(out / "weights.safetensors")
         self.kernel = ctypes.CDLL(str(out / "kernel.so")).rms_norm
 
