@@ -77,9 +77,7 @@ extern "C" void rms_norm(const float* x, const float* weight, float* out, long r
 
 def compile_model(model: Path, out: Path) -> None:
     checkpoint = extend.load_checkpoint(model)
-    program = extend.capture(
-        checkpoint, "float32"
-    )  # torch.export on the meta device: no weight is read yet
+    program = extend.capture(checkpoint, "float32")  # torch.export on the meta device: no weight is read yet
     print(f"captured: {count(program)} nodes, weights still in {model.name}")
     for each in PASSES:
         print(f"{each.name}: {each(program)} rewrites, {count(program)} nodes")

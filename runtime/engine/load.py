@@ -20,8 +20,16 @@ from inferc.runtime.engine.scoring import Pooling
 from inferc.runtime.record.format import Header, Identity
 from inferc.runtime.record.recorder import Recorder
 from inferc.runtime.record.tapped import TapCollector
-from inferc.runtime.runners.api import Capability, OpenedRunner, Runner, RunnerFactory, RunnerRequest
-from inferc.runtime.runners.cpu.taps import Node, choose_nodes
+from inferc.runtime.runners.api import (
+    Capability,
+    OpenedRunner,
+    Runner,
+    RunnerFactory,
+    RunnerRequest,
+    TappingRunner,
+    capabilities_of,
+)
+from inferc.runtime.runners.nodes import Node, choose_nodes
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.step.sampling_params import generation_defaults, without_text
 from inferc.targets import DEFAULT_TARGET, find_spec
@@ -209,7 +217,8 @@ def identity(artifact: Artifact, target: str, computed_by: str, config: EngineCo
 def _make_taps(nodes: tuple[Node, ...], runner: Runner, config: EngineConfig) -> TapCollector | None:
     if not nodes:
         return None
-    runner.set_taps(nodes)  # type: ignore[attr-defined]  # only runners with the capability "taps" come here
+    assert isinstance(runner, TappingRunner), "it has the capability taps"
+    runner.set_taps(nodes)
     return TapCollector(nodes, None if config.tap_out is None else Path(config.tap_out))
 
 
@@ -241,8 +250,7 @@ def model_limits(artifact: Artifact, kv_evict: str | None = None) -> ModelLimits
 def pooling_of(artifact: Artifact) -> Pooling | None:
     """Return how the artifact embeds texts, or None if its model or its runner does not."""
     found = artifact.model.pooling
-    factory: RunnerFactory = find_spec(artifact.manifest.targets[0]).find_runner()
-    if found is None or "vectors" not in factory.capabilities(artifact):
+    if found is None or "vectors" not in capabilities_of(artifact):
         return None
     return Pooling(found.kind, found.normalize)
 

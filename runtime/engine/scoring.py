@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inferc.errors import InfercError, UnsupportedError
+from inferc.runtime.runners.api import EmbeddingRunner
 from inferc.runtime.scheduler.scheduler import Scheduler
 from inferc.runtime.step.plan import F32, I32, Logprobs, SampleRows, StepPlan, StepResult, TokenLists
 
@@ -157,6 +158,7 @@ class Scorer:
             return
         plan = self._plan(chunks)
         if chunks[0].job.embeds:
+            assert isinstance(runner, EmbeddingRunner), "it has the capability vectors"
             self._embed(runner, plan, chunks)
         else:
             self._score(runner, plan, chunks)
@@ -212,7 +214,7 @@ class Scorer:
             ids = np.array(job.token_ids[: job.done], np.int32)
             self._scheduler.prefixes.cache_text(job.slot, job, ids, job.salt)
 
-    def _embed(self, runner: Any, plan: StepPlan, chunks: list[_Chunk]) -> None:
+    def _embed(self, runner: EmbeddingRunner, plan: StepPlan, chunks: list[_Chunk]) -> None:
         assert self._pooling is not None, "nothing is embedded without"
         hidden = runner.embed(plan)
         at = 0

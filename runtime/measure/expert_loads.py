@@ -12,7 +12,7 @@ from inferc.errors import UnsupportedError
 from inferc.manifest_types import Observable, TensorType
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.engine.engine import Engine
-from inferc.runtime.runners.cpu.runner import CpuRunner
+from inferc.runtime.runners.api import ObservingRunner, capabilities_of
 
 
 def record_loads(artifact: Artifact, engine: Engine) -> ExpertLoads:
@@ -23,7 +23,7 @@ def record_loads(artifact: Artifact, engine: Engine) -> ExpertLoads:
     num_experts = routed_values(artifact)
     if not num_experts:
         raise UnsupportedError(f"{artifact.path} has no experts whose loads could be recorded")
-    if not isinstance(engine.runner, CpuRunner):
+    if "observe" not in capabilities_of(artifact):
         raise UnsupportedError(
             f"{artifact.path}: loads are recorded on an artifact of one rank for the cpu target; compile one without"
             " --tp, --pp and --ep"
@@ -34,6 +34,7 @@ def record_loads(artifact: Artifact, engine: Engine) -> ExpertLoads:
         if entry.name in num_experts:
             loads.add(layer, np.bincount(ids.ravel(), minlength=num_experts[entry.name]).tolist())
 
+    assert isinstance(engine.runner, ObservingRunner), "it has the capability observe"
     engine.runner.set_observer(observe)
     return loads
 

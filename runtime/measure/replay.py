@@ -17,10 +17,10 @@ from inferc.errors import ArtifactError, ConfigError, RequestError
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.record.format import Header, RecordedRequest, RecordedSequence
+from inferc.runtime.runners.api import capabilities_of
 from inferc.runtime.runners.cpu.abi import detect_isa
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output
-from inferc.targets import find_spec
 
 ENDS = ("stop", "length", "error")  # the finish reasons that follow from the tokens themselves, and so must recur
 
@@ -136,7 +136,7 @@ def check_artifact(header: Header, artifact: Artifact) -> None:
             f"{artifact.path} is not the artifact that was recorded: found sha256 {found[:16]}…, expected"
             f" {expected.sha256[:16]}…; give that one with --engine, or record again"
         )
-    if expected.isa and find_spec(expected.target).archs == "none" and expected.isa not in detect_isa():
+    if expected.isa and "threads" in capabilities_of(artifact, expected.target) and expected.isa not in detect_isa():
         raise ConfigError(
             f"the recording was made with isa {expected.isa}, found {', '.join(detect_isa()) or 'none'} on this"
             " machine; another instruction set may round otherwise, so replay it where there is that one"

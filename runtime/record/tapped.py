@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from inferc.config import available_memory_bytes
 from inferc.errors import ConfigError, RequestError
-from inferc.runtime.runners.cpu.taps import DTYPES, Node
+from inferc.runtime.runners.nodes import NUMPY_DTYPES, Node
 from inferc.runtime.step.plan import I64, StepPlan
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Sequence as Seq
@@ -171,7 +171,7 @@ class TapCollector:
         values = {}
         for node in self._nodes:
             parts = [each.pop(node.name) for each in pieces.values]
-            empty: NDArray[Any] = np.zeros((0, *node.shape), DTYPES[node.dtype])
+            empty: NDArray[Any] = np.zeros((0, *node.shape), NUMPY_DTYPES[node.dtype])
             whole = np.concatenate([empty, *parts])[logits_rows if node.by_logits_row else rows]
             values[node.name] = widened(whole) if node.dtype == "bfloat16" else whole
         token_ids = np.array(seq.token_ids[: len(positions)], np.int32)

@@ -6,26 +6,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from numpy.typing import NDArray
+
 from inferc.config import EngineConfig, ResolvedEngineConfig
 from inferc.kv_groups import CacheGroup
+from inferc.manifest_types import Observable
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.offload.disk import DiskTier
+from inferc.runtime.runners.nodes import Node
 from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
+from inferc.targets import find_spec
 
 Capability = Literal[
     "kv_disk",  # KV blocks move to the offload tier and back
     "kv_evict",  # a sequence may free blocks outside its attention while it runs
     "kv_evict_heavy_hitters",  # attention mass is accumulated per block
     "kv_events",  # blocks are identified by their hash, and changes to them are published as events
+    "observe",  # a function is given chosen values of every step (ObservingRunner)
     "offload_in_place",  # steps read blocks of the offload tier without copying them first
     "partial_blocks",  # slots can be copied, so a shared prefix may end within a block
     "prefix_cache",  # sequences share blocks
     "record",  # the same requests give the same bits again, so runs can be recorded and replayed
-    "taps",  # the values of chosen nodes can be copied out of a step
+    "taps",  # the values of chosen nodes can be copied out of a step (TappingRunner)
     "threads",  # its kernels and threads can be chosen: --isa, --pin
-    "vectors",  # the hidden rows before the LM head can be read, for text embeddings
+    "vectors",  # the hidden rows before the LM head can be read, for text embeddings (EmbeddingRunner)
 ]
 """A feature that a runner may support beyond running steps."""
+
+Observer = Callable[[Observable, int, NDArray[Any]], None]
+"""A function that is given a value of a step: its row of `observable`, the layer, and the rows [rows, width]."""
 
 
 class Runner(Protocol):
@@ -64,6 +73,30 @@ class ObservableRunner(Runner, Protocol):
         """Pass `sink` the float32 logits [rows, vocab_size] of every step that scores; None stops it."""
 
 
+@runtime_checkable
+class ObservingRunner(Runner, Protocol):
+    """A runner that shows the values of its steps while they run."""
+
+    def set_observer(self, observer: Observer | None) -> None:
+        """Pass `observer` every value that compiled code shows; None stops it."""
+
+
+@runtime_checkable
+class TappingRunner(Runner, Protocol):
+    """A runner that copies the values of chosen nodes for the sequences that ask for it."""
+
+    def set_taps(self, nodes: Sequence[Node]) -> None:
+        """Choose the nodes, once, before the first step."""
+
+
+@runtime_checkable
+class EmbeddingRunner(Protocol):
+    """A runner that returns hidden rows, of which vectors of texts are made."""
+
+    def embed(self, plan: StepPlan) -> F32:
+        """Run a step and return the hidden rows [S, hidden_size] of its logits rows; no step may be in flight."""
+
+
 @dataclass(frozen=True)
 class OpenedRunner:
     """An open runner, with its resolved configuration and its optional parts.
@@ -94,6 +127,12 @@ class RunnerRequest:
     config: EngineConfig
     groups: tuple[CacheGroup, ...]
     weights_checked: Callable[[], Any]
+
+
+def capabilities_of(artifact: Artifact, target: str | None = None) -> frozenset[Capability]:
+    """Return what the runner of an artifact can do for one of its targets, by default the first."""
+    factory: RunnerFactory = find_spec(target or artifact.manifest.targets[0]).find_runner()
+    return factory.capabilities(artifact)
 
 
 class RunnerFactory(Protocol):

@@ -24,9 +24,9 @@ from inferc.ir.reference import new_kv_caches, run_step
 from inferc.runtime.artifact.files import AGAIN
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
-from inferc.runtime.runners.cpu.hidden_rows import has_hidden_rows
-from inferc.runtime.runners.cpu.taps import Node
 from inferc.runtime.runners.dense.host_sampler import HostSampler, log_softmax
+from inferc.runtime.runners.hidden_rows import has_hidden_rows
+from inferc.runtime.runners.nodes import Node
 from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
 
 

@@ -28,8 +28,8 @@ from inferc.config import CompileConfig
 from inferc.errors import ArtifactError, ConfigError, UnsupportedError
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine
-from inferc.runtime.runners.cpu.abi import cpu_features
 from inferc.runtime.runners.dense import onnxruntime as onnx_model
+from inferc.system.cpu_features import cpu_features
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "models"

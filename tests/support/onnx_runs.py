@@ -17,8 +17,8 @@ from inferc.codegen.onnx.emit import build, serialized, written_caches
 from inferc.ir.program import Program, dtype_name
 from inferc.ir.weights import TensorReader, materialize, physical_shape
 from inferc.manifest_types import StoredWeight
-from inferc.runtime.runners.cpu.abi import cpu_features
 from inferc.runtime.runners.dense.onnxruntime import session_for
+from inferc.system.cpu_features import cpu_features
 from inferc.targets import Target
 
 ONNX, STANDARD = Target.parse("onnx"), Target.parse("onnx:standard")

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
-from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_long, c_uint64, c_void_p
-from functools import lru_cache
-from pathlib import Path
+from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -15,15 +11,13 @@ from numpy.typing import NDArray
 
 from inferc.errors import ArtifactError, ConfigError
 from inferc.runtime.artifact.libraries import Library, open_library
-
-log = logging.getLogger(__name__)
+from inferc.system.cpu_features import TILES, cpu_features
 
 ABI = 5
 
 # The CPU features that each library's code was compiled to use, by their names in /proc/cpuinfo; best library first.
 _AVX2 = frozenset(("avx2", "fma", "f16c"))
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512vbmi", "avx512_bf16"}
-TILES = frozenset(("amx_tile", "amx_int8", "amx_bf16"))
 _NEON = frozenset(("asimd", "asimdhp", "fphp", "asimddp", "atomics"))  # Armv8.2 with dot products of int8
 ISA_FEATURES: dict[str, frozenset[str]] = {
     "amx": _AVX512 | TILES,
@@ -33,8 +27,6 @@ ISA_FEATURES: dict[str, frozenset[str]] = {
     "neon": _NEON,
 }
 
-# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) on x86-64: asm/prctl.h and asm/fpu/types.h of Linux.
-_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 OBSERVE = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64)
 COLLECTIVE = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_int32, c_void_p, c_int64)
@@ -188,32 +180,6 @@ def load_library(library: Library) -> ctypes.CDLL:
     if found != ABI:
         raise ArtifactError(f"{library.path} has step ABI {found}, this runtime has {ABI}; compile the model again")
     return opened
-
-
-def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return the CPU features that the processors have and the kernel lets this process use, by the kernel's names."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return frozenset()
-    named = ("flags", "Features")  # the names of the line on x86-64 and on AArch64
-    flags = [frozenset(line.partition(":")[2].split()) for line in lines if line.startswith(named)]
-    features = frozenset.intersection(*flags) if flags else frozenset()
-    return features if not features & TILES or tiles_allowed() else features - TILES
-
-
-@lru_cache(maxsize=1)
-def tiles_allowed() -> bool:
-    """Ask the kernel for permission to use the AMX tile registers, and return whether it was granted.
-
-    No thread of a process may use the registers before. Call it only on processors that have AMX: the system call's
-    number is that of x86-64.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(_SYS_ARCH_PRCTL, c_long(_ARCH_REQ_XCOMP_PERM), c_long(_XFEATURE_XTILEDATA)) == 0:
-        return True
-    log.warning("this processor has AMX, but the kernel gives no tiles: %s", os.strerror(ctypes.get_errno()))
-    return False
 
 
 def detect_isa(features: frozenset[str] | None = None) -> tuple[str, ...]:

@@ -8,14 +8,14 @@ from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.offload.disk import open_disk
 from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
 from inferc.runtime.runners.cpu.abi import choose_isa
-from inferc.runtime.runners.cpu.hidden_rows import has_hidden_rows
 from inferc.runtime.runners.cpu.rank_group import RankGroup
 from inferc.runtime.runners.cpu.runner import CpuRunner
+from inferc.runtime.runners.hidden_rows import has_hidden_rows
 
 IN_RANKS: frozenset[Capability] = frozenset(
     ["kv_evict", "kv_events", "offload_in_place", "partial_blocks", "prefix_cache", "record", "threads"]
 )
-ALONE: frozenset[Capability] = IN_RANKS | {"kv_disk", "kv_evict_heavy_hitters", "taps"}
+ALONE: frozenset[Capability] = IN_RANKS | {"kv_disk", "kv_evict_heavy_hitters", "observe", "taps"}
 
 
 class CpuRunnerFactory:

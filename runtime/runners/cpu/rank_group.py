@@ -21,8 +21,9 @@ from inferc.config import ResolvedEngineConfig
 from inferc.errors import InfercError
 from inferc.ir.rendezvous import Rendezvous
 from inferc.runtime.artifact.load import Artifact, group_key
+from inferc.runtime.runners.api import Observer
 from inferc.runtime.runners.cpu.collectives import Collectives, LocalGroup
-from inferc.runtime.runners.cpu.runner import CpuRunner, Observer
+from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
 
 

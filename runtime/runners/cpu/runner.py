@@ -22,12 +22,14 @@ from inferc.config import EngineConfig, ResolvedEngineConfig, available_memory_b
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
 from inferc.kv_groups import cache_groups, num_parts, row_size
 from inferc.manifest_types import Hidden, Input, Observable
+from inferc.runtime.runners.api import Observer
 from inferc.runtime.runners.compiled import CompiledForCpu
 from inferc.runtime.runners.cpu import abi
 from inferc.runtime.runners.cpu.collectives import GROUPS, Collectives
-from inferc.runtime.runners.cpu.hidden_rows import hidden_rows
 from inferc.runtime.runners.cpu.step_args import SampleInputs, StepInputs
-from inferc.runtime.runners.cpu.taps import Node, StepTaps, Tables
+from inferc.runtime.runners.cpu.taps import StepTaps, Tables
+from inferc.runtime.runners.hidden_rows import hidden_rows
+from inferc.runtime.runners.nodes import NUMPY_DTYPES, Node
 from inferc.runtime.runners.step_worker import StepWorker
 from inferc.runtime.step.limits import StepLimits, outside
 from inferc.runtime.step.plan import F32, I32, I64, Copies, Rows, StepPlan, StepResult
@@ -38,14 +40,6 @@ log = logging.getLogger(__name__)
 
 BACKED_AT_ONCE = 8 << 20  # bytes of the KV cache that one `back_cache` call backs, which takes milliseconds
 MAP_NORESERVE = 0x4000  # Linux's value; the mmap module has it from Python 3.13 on
-Observer = Callable[[Observable, int, NDArray[Any]], None]
-NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(np.uint16),
-    "float32": np.dtype(np.float32),
-    "int32": np.dtype(np.int32),
-    "int64": np.dtype(np.int64),
-    "int8": np.dtype(np.int8),
-}
 
 
 class CpuRunner:

@@ -15,10 +15,10 @@ from inferc.errors import ConfigError, InfercError
 from inferc.kv_groups import CacheGroup
 from inferc.manifest import ONNX_MODEL
 from inferc.runtime.artifact.load import Artifact
-from inferc.runtime.runners.cpu.abi import cpu_features
 from inferc.runtime.runners.dense.caches import HostCaches, cache_inputs
 from inferc.runtime.runners.dense.runner import DenseRunner
 from inferc.runtime.step.plan import F32
+from inferc.system.cpu_features import cpu_features
 
 if TYPE_CHECKING:
     from inferc.runtime.runners.cuda.driver import Driver

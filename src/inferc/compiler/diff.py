@@ -29,9 +29,9 @@ from inferc.manifest_types import Program
 from inferc.passes.quantize.schemes import KV_INT8, SCHEMES, Budget, together
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.record.tapped import TappedSequence
-from inferc.runtime.runners.cpu.taps import Node, all_nodes
+from inferc.runtime.runners.api import capabilities_of
+from inferc.runtime.runners.nodes import Node, all_nodes
 from inferc.runtime.step.sampling_params import SamplingParams
-from inferc.targets import find_spec
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def diff(
     models raise.
     """
     target = artifact.manifest.targets[0]
-    if find_spec(target).kv == "dense":
+    if len(artifact.ranks) == 1 and "taps" not in capabilities_of(artifact):
         raise UnsupportedError(
             f"{artifact.path} is for {target}, whose values are not seen; inferc verify compares its logits"
         )

@@ -24,6 +24,7 @@ from inferc.runtime.runners.cpu import abi
 from inferc.runtime.runners.cpu import runner as model_runner
 from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.runtime.step.plan import SampleRows, StepPlan, TokenLists
+from inferc.system import cpu_features
 
 ISA = abi.detect_isa()[:1]
 
@@ -250,7 +251,7 @@ def test_unknown_step_inputs_are_refused_by_name(compiled: Compiled) -> None:
 def test_isa_choice_says_what_is_missing(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags : fpu avx2 fma f16c\nprocessor : 1\nflags : avx2 fma f16c avx512f\n")
-    features = abi.cpu_features(cpuinfo)
+    features = cpu_features.cpu_features(cpuinfo)
     assert abi.detect_isa(features) == ("avx2",)
     assert abi.choose_isa("auto", ("avx512", "avx2"), features) == "avx2"
     with pytest.raises(ConfigError, match="isa avx512: this processor lacks avx512_bf16, .*; use --isa avx2"):
@@ -265,7 +266,7 @@ def test_isa_choice_on_aarch64(tmp_path: Path) -> None:
     cpuinfo, built = tmp_path / "cpuinfo", MACHINE_ISAS["aarch64"]
     flags = "fp asimd evtstrm aes crc32 atomics fphp asimdhp cpuid asimdrdm asimddp"
     cpuinfo.write_text(f"processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: {flags}\nCPU part\t: 0xd0c\n")
-    features = abi.cpu_features(cpuinfo)
+    features = cpu_features.cpu_features(cpuinfo)
     assert abi.detect_isa(features) == ("neon",) and abi.choose_isa("auto", built, features) == "neon"
     with pytest.raises(ConfigError, match="isa neon_bf16: this processor lacks bf16, i8mm; use --isa neon"):
         abi.choose_isa("neon_bf16", built, features)
@@ -282,10 +283,10 @@ def test_isa_choice_on_aarch64(tmp_path: Path) -> None:
 def test_tiles_are_used_where_the_kernel_gives_them(
     allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(abi, "tiles_allowed", lambda: allowed)
+    monkeypatch.setattr(cpu_features, "tiles_allowed", lambda: allowed)
     cpuinfo, built = tmp_path / "cpuinfo", MACHINE_ISAS["x86_64"]
     cpuinfo.write_text(f"flags : {' '.join(abi.ISA_FEATURES['amx'])}\n")
-    features = abi.cpu_features(cpuinfo)
+    features = cpu_features.cpu_features(cpuinfo)
     assert abi.detect_isa(features) == (built if allowed else ("avx512", "avx2"))
     assert abi.choose_isa("auto", built, features) == ("amx" if allowed else "avx512")
     if not allowed:
@@ -293,10 +294,10 @@ def test_tiles_are_used_where_the_kernel_gives_them(
             abi.choose_isa("amx", built, features)
 
 
-@pytest.mark.skipif(bool(abi.cpu_features() & abi.TILES), reason="this machine has AMX")
+@pytest.mark.skipif(bool(cpu_features.cpu_features() & cpu_features.TILES), reason="this machine has AMX")
 def test_a_kernel_without_tiles_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    abi.tiles_allowed.cache_clear()
-    assert not abi.tiles_allowed()
+    cpu_features.tiles_allowed.cache_clear()
+    assert not cpu_features.tiles_allowed()
     assert "the kernel gives no tiles: " in caplog.text
 
 

@@ -23,7 +23,7 @@ from inferc.runtime.artifact.inspect import inspect_artifact
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.record.tapped import TappedSequence, file_name, write_tapped
-from inferc.runtime.runners.cpu.taps import all_nodes, choose_nodes
+from inferc.runtime.runners.nodes import all_nodes, choose_nodes
 
 NAMES = ("layers.*.attention.out", "layers.0.add_1", "layers.1.add_1", "lm_head.linear")
 TOLERANCES = {"float32": 2e-5, "bfloat16": 0.06}
