@@ -24,6 +24,7 @@ from inferc.runtime.kv_cache.hashing import root_hash
 from inferc.runtime.offload.manager import BlockMover
 from inferc.runtime.record.recorder import Recorder
 from inferc.runtime.record.tapped import TapCollector
+from inferc.runtime.record.watcher import Watcher
 from inferc.runtime.runners.api import Runner
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.scheduler.scheduler import Scheduler
@@ -140,11 +141,10 @@ class Engine:
         self.runner = runner
         self._idle_work = idle_work
         self.taps = taps
-        self._recorder = recorder
+        self._watchers: tuple[Watcher, ...] = tuple(each for each in (recorder, taps) if each is not None)
         self._before_first_output = before_first_output
         self.model = model
         self.scheduler = Scheduler(config, clock, mover)
-        self._mover = mover
         self._is_whole = True  # whether all steps so far have ended as they should
         self._clock = clock
         self._landed_at = 0.0
@@ -188,10 +188,10 @@ class Engine:
         eos = () if params.ignore_eos else self.model.eos_token_ids
         ends = frozenset((*eos, *params.stop_token_ids))
         self._check_choices(params, ends)
-        if params.tap:
-            if self.taps is None:
-                raise RequestError("tap: this engine keeps no values; start it with --tap NAME, or leave it out")
-            self.taps.check(len(prompt), min(longest, wanted), params)
+        if params.tap and self.taps is None:
+            raise RequestError("tap: this engine keeps no values; start it with --tap NAME, or leave it out")
+        for each in self._watchers:
+            each.check(len(prompt), min(longest, wanted), params)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         seqs = self._sequences(request_id, prompt, params, seed, min(longest, wanted), ends)
         if (objection := self.scheduler.objection(seqs[0])) is not None:
@@ -204,10 +204,8 @@ class Engine:
             raise HalfAdded(f"request {request_id} is half in the scheduler") from error
         self._requests[request_id] = seqs
         self._stats.prompt_tokens += len(prompt)
-        if self._recorder is not None:
-            self._recorder.begin(name, seed, seqs)
-        if params.tap and self.taps is not None:
-            self.taps.begin(name, seqs)
+        for each in self._watchers:
+            each.begin(name, seed, seqs)
 
     def _sequences(
         self,
@@ -375,10 +373,8 @@ class Engine:
         if not seqs:
             del self._requests[seq.request_id]
         self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
-        if self._recorder is not None:
-            self._recorder.end(seq, recorded or reason)
-        if self.taps is not None:
-            self.taps.end(seq)
+        for each in self._watchers:
+            each.end(seq, recorded or reason)
 
     # ------------------------------------------------------------------------------------------------ step
 
@@ -439,10 +435,9 @@ class Engine:
         stats, started = self._stats, time.perf_counter()
         for seq in self.scheduler.joined:
             self._reset_slot(seq)
-        if self._mover is not None and np.count_nonzero(self.scheduler.cache.num_offloaded):
-            self._mover.read_ahead(plan.block_tables)
-        if self.taps is not None:
-            self.taps.mark(plan, self.scheduler.batch.seqs)
+        self.scheduler.offload.read_ahead(plan)
+        for each in self._watchers:
+            each.submitted(plan, self.scheduler.batch.seqs)
         self.runner.submit(plan)
         self._in_flight.append(plan)
         self._submitted_at.append(self._clock())
@@ -471,14 +466,14 @@ class Engine:
         if result.error is not None:
             raise InfercError(f"the step failed: {result.error}")
         seconds = self._observe(plan)
-        if self.taps is not None:
-            self.taps.landed(plan, result.tapped)
+        for each in self._watchers:
+            each.landed(plan, result)
         outputs = self.scheduler.update(plan, result)
         self._num_landed += 1
         outputs.step, outputs.step_seconds = self._num_landed, seconds
         stats.output_tokens += len(outputs)
-        if self._recorder is not None:
-            self._recorder.landed(outputs.others.values())
+        for each in self._watchers:
+            each.updated(outputs)
         for output in outputs.ends:
             seqs = self._requests[output.request_id]
             self._forget(next(seq for seq in seqs if seq.index == output.index), output.finish_reason or "")
@@ -534,19 +529,15 @@ class Engine:
         Recordings and taps treat requests that have not ended as aborted.
         """
         try:
-            if self._recorder is not None or self.taps is not None:
-                for request_id in self.request_ids:
-                    self.abort(request_id)
-            if self._recorder is not None:
-                self._recorder.close()
-            if self.taps is not None:
-                self.taps.close()
+            for request_id in self.request_ids if self._watchers else ():
+                self.abort(request_id)
+            for each in self._watchers:
+                each.close()
         finally:
-            if self._mover is not None and self._is_whole:
+            if self._is_whole and self.scheduler.offload.outlives_engine:
                 self._store_all()
             try:
-                if self._mover is not None:  # the mover may be reading the runner's memory
-                    self._mover.close()
+                self.scheduler.offload.close()  # before the runner, whose memory it may be reading
             finally:
                 self.runner.close()
 

@@ -162,8 +162,8 @@ class Scorer:
             self._embed(runner, plan, chunks)
         else:
             self._score(runner, plan, chunks)
-        if plan.scored is not None and (forgetting := self._scheduler.cache.forgetting) is not None:
-            forgetting.add_scores(plan.scored)
+        if plan.scored is not None:
+            self._scheduler.cache.forgetting.add_scores(plan.scored)
         for chunk in chunks:
             chunk.job.done += chunk.count
             self._cache_blocks(chunk.job)
@@ -253,14 +253,9 @@ class Scorer:
         of_row = np.repeat(slots, counts)
         block = positions // cache.block_size
         forgetting = cache.forgetting
-        forgotten = np.zeros(len(slots), np.int64) if forgetting is None else forgetting.num_forgotten(slots)
+        forgotten = forgetting.num_forgotten(slots)
         seen = ends - forgotten
         max_blocks = max(map(cache.blocks_for, seen.tolist()))
-        if forgetting is None:
-            block_tables, scored = tuple(table[slots].copy() for table in cache.tables), None
-        else:
-            block_tables = forgetting.block_tables(slots, forgotten, max_blocks)
-            scored = forgetting.scored_queries(slots, begins, ends, starts, max_blocks)
         token_ids = [token for chunk in chunks for token in chunk.job.token_ids[chunk.job.done :][: chunk.count]]
         rows = np.arange(len(token_ids), dtype=np.int32)
         if chunks[0].job.embeds:
@@ -277,9 +272,9 @@ class Scorer:
             seq_slots=slots.astype(np.int32),
             logits_rows=rows,
             slot_mapping=tuple(positions + (table[of_row, block] - block) * cache.block_size for table in cache.tables),
-            block_tables=block_tables,
+            block_tables=forgetting.block_tables(slots, forgotten, max_blocks),
             sample=SampleRows.greedy(of_row[rows].astype(np.int32)),
-            scored=scored,
+            scored=forgetting.scored_queries(slots, begins, ends, starts, max_blocks),
         )
 
     def _release(self, job: _Job) -> None:

@@ -18,7 +18,8 @@ import numpy as np
 from inferc.kv_groups import CacheGroup, CacheLimits, ChunkCacheGroup, EvictedCacheGroup, WindowCacheGroup
 from inferc.runtime.kv_cache.block_pool import BlockPool
 from inferc.runtime.kv_cache.block_store import BlockStore, NoStore, OffloadedBlocks
-from inferc.runtime.kv_cache.evicted import EvictedGroup, Forgetting
+from inferc.runtime.kv_cache.evicted import EvictedGroup
+from inferc.runtime.kv_cache.forgetting import forgetting_of
 from inferc.runtime.kv_cache.group import FullGroup, SlotArrays
 from inferc.runtime.kv_cache.window import WindowGroup
 from inferc.runtime.step.plan import I32, I64, Copies
@@ -80,8 +81,7 @@ class KVCacheManager:
         self.tables: tuple[I32, ...] = tuple(group.table for group in made)
         self.pools = tuple(group.pool for group in made)
         self.stores = tuple(group.store for group in made if isinstance(group.store, OffloadedBlocks))
-        forgets = any(isinstance(group, EvictedGroup) for group in made)
-        self.forgetting = Forgetting(made) if forgets else None
+        self.forgetting = forgetting_of(made)
         self.max_cached_blocks = min(group.first_counted for group in made) // self.block_size
         """The most blocks of a sequence that may be found: behind them the attention of its own queries is counted."""
         self._first_unseen = self._unseen_from([0] * len(made))
@@ -269,8 +269,7 @@ class KVCacheManager:
         is limited to tokens that see the same earlier keys.
         """
         self.free_outside_window(slot, start)
-        if self.forgetting is not None:
-            count = min(count, self.forgetting.most_new(start))
+        count = min(count, self.forgetting.most_new(start))
         ends = zip(self.ends[:, slot].tolist(), self.pools, strict=True)
         room = min(end + pool.num_free for end, pool in ends) * self.block_size
         count = max(0, min(count, room - start))

@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,9 @@ from pathlib import Path
 from inferc.errors import ConfigError
 from inferc.runtime.record import format as recording
 from inferc.runtime.record.format import Header, RecordedRequest, RecordedSequence
-from inferc.runtime.step.sequence import Output
+from inferc.runtime.record.watcher import Watcher
 from inferc.runtime.step.sequence import Sequence as Seq
+from inferc.runtime.step.sequence import StepOutputs
 from inferc.system.json_text import parse_json
 from inferc.system.private_files import open_private
 
@@ -39,7 +40,7 @@ class _Open:
     ended: list[RecordedSequence] = field(default_factory=list)
 
 
-class Recorder:
+class Recorder(Watcher):
     """The writer of a recording, which the engine's thread notifies of what begins and ends.
 
     A request is written when its last sequence has ended. An existing recording is continued if it is of the same
@@ -63,19 +64,16 @@ class Recorder:
         self._writer.start()
 
     def begin(self, name: str, seed: int, seqs: Sequence[Seq]) -> None:
-        """Note that a request begins with these sequences."""
         self._open[seqs[0].request_id] = _Open(name, seed, time.time(), time.monotonic(), len(seqs))
 
-    def landed(self, outputs: Iterable[Output | None]) -> None:
-        """Note the outputs of a step, except for rows with nothing but a token."""
+    def updated(self, outputs: StepOutputs) -> None:
         now = time.monotonic()
-        for output in outputs:
+        for output in outputs.others.values():  # the other rows have nothing but a token
             if output is not None and output.num_cached is not None and output.request_id in self._open:
                 entry = self._open[output.request_id]
                 entry.first_tokens[output.index] = now - entry.began
 
     def end(self, seq: Seq, reason: str) -> None:
-        """Note that a sequence has ended, with all its tokens in its own lists."""
         entry = self._open[seq.request_id]
         first = entry.first_tokens.get(seq.index)
         ended = RecordedSequence(
@@ -101,7 +99,6 @@ class Recorder:
             self._ended.put(RecordedRequest(*of_request))
 
     def close(self) -> None:
-        """Write what has ended, then close the file."""
         self._ended.put(None)
         self._writer.join(CLOSE_SECONDS)
 

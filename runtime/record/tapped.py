@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from inferc.config import available_memory_bytes
 from inferc.errors import ConfigError, RequestError
+from inferc.runtime.record.watcher import Watcher
 from inferc.runtime.runners.nodes import NUMPY_DTYPES, Node
-from inferc.runtime.step.plan import I64, StepPlan
+from inferc.runtime.step.plan import I64, StepPlan, StepResult
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Sequence as Seq
 from inferc.system.atomic_file import atomic_write
@@ -74,7 +75,7 @@ class _Part:
     end: int
 
 
-class TapCollector:
+class TapCollector(Watcher):
     """The collector of tapped values, which marks the rows of tapped requests in each plan.
 
     It splits the values of each step by sequence. folder: where a file per request is written, in a thread of its own;
@@ -94,7 +95,8 @@ class TapCollector:
             self._writer.start()
 
     def check(self, prompt_len: int, max_total: int, params: SamplingParams) -> None:
-        """Raise RequestError for a request whose values may take too much memory."""
+        if not params.tap:
+            return
         new = max_total - prompt_len
         rows = {False: max_total, True: new}
         needed = params.n * sum(rows[node.by_logits_row] * node.row_bytes for node in self._nodes)
@@ -105,13 +107,13 @@ class TapCollector:
                 f" {free / 1e9:.1f} GB are free; lower max_tokens or n, or tap fewer nodes"
             )
 
-    def begin(self, name: str, seqs: Sequence[Seq]) -> None:
-        """Note that a tapped request begins with these sequences."""
+    def begin(self, name: str, seed: int, seqs: Sequence[Seq]) -> None:
+        if not seqs[0].params.tap:
+            return
         request_id = seqs[0].request_id
         self._open[request_id] = _Open(name or request_id, len(seqs), {seq.index: _Pieces() for seq in seqs})
 
-    def mark(self, plan: StepPlan, seqs: Sequence[Seq | None]) -> None:
-        """Mark the rows of tapped sequences in a plan. seqs: by slot."""
+    def submitted(self, plan: StepPlan, seqs: Sequence[Seq | None]) -> None:
         if not self._open:
             return
         rows: list[I64] = []
@@ -128,10 +130,10 @@ class TapCollector:
             plan.tapped_rows = np.concatenate(rows)
             self._marks.append(parts)
 
-    def landed(self, plan: StepPlan, values: Values | None) -> None:
-        """Take the values of a step, before it is known which sequences end with it."""
+    def landed(self, plan: StepPlan, result: StepResult) -> None:
         if not len(plan.tapped_rows):
             return
+        values = result.tapped
         assert values is not None, "the runner was asked for values"
         logits_rows = plan.logits_rows[plan.tapped_logits]
         for part in self._marks.popleft():
@@ -153,8 +155,7 @@ class TapCollector:
         entry = self._open.get(seq.request_id)
         return None if entry is None else entry.pieces.get(seq.index)
 
-    def end(self, seq: Seq) -> None:
-        """Note that a sequence has ended, with all its tokens in its own list."""
+    def end(self, seq: Seq, reason: str) -> None:
         if not seq.params.tap:
             return
         entry = self._open[seq.request_id]
@@ -178,7 +179,6 @@ class TapCollector:
         return TappedSequence(name, seq.index, token_ids, sampled, values)
 
     def close(self) -> None:
-        """Write what has ended."""
         if self._writer is not None:
             self.ended.put(None)
             self._writer.join(CLOSE_SECONDS)

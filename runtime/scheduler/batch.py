@@ -269,12 +269,9 @@ class Batch:
             positions = np.arange(len(shape.row_slots)) + np.repeat(start - shape.query_start_loc[:-1], num_new)
         block = positions // cache.block_size
         forgetting = cache.forgetting
-        seen = end if forgetting is None else end - forgetting.num_forgotten(slots)
+        seen = end - forgetting.num_forgotten(slots)
         max_blocks = cache.blocks_for(int(seen.max()))
         late_rows, late_slots = self._late(slots, shape)
-        scored = None
-        if forgetting is not None:
-            scored = forgetting.scored_queries(slots, start, end, shape.query_start_loc, max_blocks)
         plan = StepPlan(
             token_ids=self.tokens[slots, start]
             if all_decode
@@ -292,7 +289,7 @@ class Batch:
             late_rows=late_rows,
             late_slots=late_slots,
             wants_logprobs=self.logprobs is not None,
-            scored=scored,
+            scored=forgetting.scored_queries(slots, start, end, shape.query_start_loc, max_blocks),
         )
         self.num_computed[slots] = end
         self.num_tokens[slots] += complete
@@ -302,7 +299,7 @@ class Batch:
     def _block_tables(
         self, slots: I64, shape: _Shape, cache: KVCacheManager, max_blocks: int, forgotten: I64
     ) -> tuple[I32, ...]:
-        if cache.forgetting is not None:
+        if cache.forgetting.moves_blocks:
             cache.take_changed()
             return cache.forgetting.block_tables(slots, forgotten, max_blocks)
         if shape is self._decode_shape:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from inferc.runtime.kv_cache.manager import KVCacheManager
-from inferc.runtime.offload.manager import OffloadManager
+from inferc.runtime.offload.manager import BlockMover, OffloadManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.scheduler.prefix_cache import PrefixCache
+from inferc.runtime.step.plan import StepPlan
 from inferc.runtime.step.sequence import Sequence
 
 
@@ -14,6 +17,8 @@ class NoOffload:
     """The offload tier of a cache without one: nothing is stored, nothing is found, and no sequence waits."""
 
     manager: OffloadManager | None = None
+    outlives_engine = False
+    """Whether what is stored is there for the next run."""
 
     @property
     def is_busy(self) -> bool:
@@ -65,19 +70,29 @@ class NoOffload:
         """End the waiting of a sequence, and return whether it was waiting here."""
         return False
 
+    def read_ahead(self, plan: StepPlan) -> None:
+        """Begin to read the offloaded blocks that a step is about to read."""
+
+    def close(self) -> None:
+        """Stop all copies; nothing is stored or loaded any more."""
+
 
 class Offload(NoOffload):
     """An offload tier that stores and loads blocks as its manager decides."""
 
+    outlives_engine = True
+
     def __init__(
         self,
         manager: OffloadManager,
+        mover: BlockMover,
         cache: KVCacheManager,
         batch: Batch,
         prefixes: PrefixCache,
         config: SchedulerConfig,
     ) -> None:
         self.manager: OffloadManager = manager
+        self._mover = mover
         self._cache, self._batch, self._prefixes = cache, batch, prefixes
         self._in_place, self._tokens = config.offload_in_place, config.max_num_batched_tokens
 
@@ -127,3 +142,10 @@ class Offload(NoOffload):
             return False
         self.manager.abandon(seq)
         return True
+
+    def read_ahead(self, plan: StepPlan) -> None:
+        if np.count_nonzero(self._cache.num_offloaded):
+            self._mover.read_ahead(plan.block_tables)
+
+    def close(self) -> None:
+        self._mover.close()

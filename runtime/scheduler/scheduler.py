@@ -80,7 +80,7 @@ class Scheduler:
         self.offload = NoOffload()
         if mover is not None:
             manager = OffloadManager(self.cache, mover, self.forecast, clock)
-            self.offload = Offload(manager, self.cache, self.batch, self.prefixes, config)
+            self.offload = Offload(manager, mover, self.cache, self.batch, self.prefixes, config)
         self._admission = AdmissionPolicy()
         if self.policy.refuses:
             self._admission = SloAdmission(self.batch, self.forecast, config)
@@ -481,7 +481,7 @@ class Scheduler:
         step, oldest = self._in_flight.popleft()
         assert oldest is plan, "steps land in the order they were scheduled"
         self._landed = step
-        if plan.scored is not None and self.cache.forgetting is not None:
+        if plan.scored is not None:
             self.cache.forgetting.add_scores(plan.scored)
         outputs = self._append(plan.sample.seq_slots, result)
         if self._leaving:
@@ -506,10 +506,8 @@ class Scheduler:
         stopped = rows_of.stopped(ids)
         ended = stopped | (known >= rows_of.max_total)
         is_first = known == rows_of.first_len
-        has_more = ended | is_first | ~batch.is_running[slots]
         forgetting = self.cache.forgetting
-        if forgetting is not None:
-            has_more |= forgetting.changes_at(known - 2)
+        has_more = ended | is_first | ~batch.is_running[slots] | forgetting.changes_at(known - 2)
         if result.failed is not None:
             has_more |= result.failed
         rows = range(len(slots)) if result.logprobs is not None else np.flatnonzero(has_more).tolist()
@@ -532,8 +530,7 @@ class Scheduler:
                     seq.logprobs.append(float(result.chosen_logprobs[row]))
             if result.logprobs is not None and (logprob := result.logprobs[row]) is not None:
                 output.logprobs = [logprob if seq.params.logprobs else replace(logprob, top=())]
-            if forgetting is not None:
-                output.num_forgotten = forgetting.num_forgotten_at(int(known[row]) - 2)
+            output.num_forgotten = forgetting.num_forgotten_at(int(known[row]) - 2)
             if is_first[row]:
                 output.num_cached, output.queue_seconds = seq.num_cached, seq.admitted_at - seq.arrived
                 seq.first_at = batch.first_at[slots[row]] = self.clock()
