@@ -243,7 +243,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             _latency("Time between tokens", "inferc_time_between_tokens_seconds", "", 0.1),
             _latency("Whole requests", "inferc_request_seconds", "Of those that were answered."),
             _latency("Before the queue", "inferc_request_prepare_seconds", "Read, tokenized, and scored if asked for."),
-            _latency("In the queue", "inferc_request_queue_seconds", "Until the engine let them in."),
+            _latency("In the queue", "inferc_request_queue_seconds", "Until the engine admitted them."),
             _latency("Prefill", "inferc_request_prefill_seconds", "From then to the first token."),
             _latency("Decode", "inferc_request_decode_seconds", "From the first token to the last."),
         ),

@@ -76,7 +76,7 @@ def test_the_pools_fit_and_nothing_larger_does(groups: list[CacheGroup], spare: 
     memory = pools_bytes(groups, LIMITS, [2] * len(groups)) + spare
     counts = share_out(groups, LIMITS, memory)
     assert pools_bytes(groups, LIMITS, counts) <= memory
-    caps = [most if group.gives_back else 10**9 for group, most in zip(groups, pools_for_all(groups, LIMITS))]
+    caps = [most if group.frees_blocks else 10**9 for group, most in zip(groups, pools_for_all(groups, LIMITS))]
     assert counts == tuple(min(max(counts), cap) for cap in caps)
     larger = [min(max(counts) + 1, cap) for cap in caps]
     assert pools_bytes(groups, LIMITS, larger) > memory or tuple(larger) == counts

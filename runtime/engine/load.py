@@ -103,11 +103,11 @@ def load_engine(
     groups = _groups(artifact, target, config, can, chunked_prefill)
     nodes = choose_nodes(artifact.program, config.tap) if config.tap else ()
     opened = factory.open(RunnerRequest(artifact, target, config, groups, check.wait))
-    runner, disk = opened.runner, opened.disk
+    runner, mover = opened.runner, opened.mover
     with ExitStack() as made:  # closes what was made if something after it fails
         made.callback(runner.close)
-        if disk is not None:
-            made.callback(disk.close)
+        if mover is not None:
+            made.callback(mover.close)
         taps = _make_taps(nodes, runner, config)
         recorder = _make_recorder(artifact, target, opened, config)
         made.pop_all()
@@ -118,7 +118,7 @@ def load_engine(
         sizes,
         pipeline,
         before_first_output=check.wait,
-        mover=disk,
+        mover=mover,
         recorder=recorder,
         taps=taps,
         idle_work=opened.idle_work,
@@ -143,7 +143,7 @@ def _scheduler_config(
     can: frozenset[Capability],
     chunked_prefill: bool,
 ) -> SchedulerConfig:
-    resolved, disk = opened.config, opened.disk
+    resolved = opened.config
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
@@ -157,7 +157,7 @@ def _scheduler_config(
         overcommit=config.overcommit,
         tbt_ms=config.tbt_ms,
         partial_blocks="partial_blocks" in can,
-        num_offloaded=() if disk is None else disk.num_blocks,
+        num_offloaded=opened.num_offloaded,
         offload_in_place="offload_in_place" in can,
         kv_events=config.kv_events,
         keep_logprobs=config.record is not None,

@@ -76,15 +76,15 @@ class CacheEvents:
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
-        keeping = [group for group in cache.groups if not group.spec.gives_back] or cache.groups
-        self._tiers = [
+        keeping = [group for group in cache.groups if not group.spec.frees_blocks] or cache.groups
+        self._pools = [
             [group.pool, *([group.store.pool] if isinstance(group.store, OffloadedBlocks) else [])] for group in keeping
         ]
         self._block_size = cache.block_size
         self._events: list[CacheEvent] = [Cleared()]
         self._held: set[bytes] = set()  # the hashes that were reported as stored
-        for tiers in self._tiers:
-            for pool in tiers:
+        for pools in self._pools:
+            for pool in pools:
                 pool.on_evict = self.evict
 
     def take(self) -> list[CacheEvent]:
@@ -121,7 +121,7 @@ class CacheEvents:
         return name not in self._held and self._is_found(name)
 
     def _is_found(self, name: bytes) -> bool:
-        return all(any(name in pool.block_of for pool in tiers) for tiers in self._tiers)
+        return all(any(name in pool.block_of for pool in pools) for pools in self._pools)
 
     def evict(self, name: bytes) -> None:
         """Report that a group's block was evicted from one tier, if it cannot be found in any other."""

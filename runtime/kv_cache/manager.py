@@ -86,7 +86,7 @@ class KVCacheManager:
         """The most blocks of a sequence that may be found: behind them the attention of its own queries is counted."""
         self._first_unseen = self._unseen_from([0] * len(made))
         self.next_unseen: I64 = np.full(num_slots, self._first_unseen, np.int64)
-        self.gives_back = any(spec.gives_back for spec in groups)
+        self.frees_blocks = any(spec.frees_blocks for spec in groups)
         self.num_freed_outside_window = 0
         self._changed: list[int] = []
         least = 1 if chunked_prefill else limits.max_model_len  # tokens that a step must be able to compute

@@ -56,7 +56,7 @@ Bytes = NDArray[np.uint8]
 ReadBlock = Callable[[int, int, Bytes], None]
 
 
-class DiskTier:
+class DiskStore:
     """The files below `folder` for the blocks of one artifact, of at most `size_bytes`, and a thread that moves blocks.
 
     identity: what decides the bits of a block; each identity has files of its own.
@@ -90,7 +90,7 @@ class DiskTier:
                 f"--kv-disk {folder}: {error.strerror or error}; give a folder on a local disk that can be written to"
             ) from None
         self._staging = [np.zeros(size, np.uint8) for size in block_bytes]
-        self._below: list[Bytes] = []  # the memory of each file: [blocks, block_bytes]
+        self._stored: list[Bytes] = []  # the memory of each file: [blocks, block_bytes]
         self._first: list[int] = []  # the number of each file's first block, behind the arena's
         self._read: ReadBlock = _read_none
         self._num_layers: list[int] = []
@@ -117,17 +117,17 @@ class DiskTier:
             np.copyto(to, memory[group][block])
 
         self._first = [len(pool) - count for pool, count in zip(memory, self.num_blocks, strict=True)]
-        self._below = [pool[first:] for pool, first in zip(memory, self._first, strict=True)]
+        self._stored = [pool[first:] for pool, first in zip(memory, self._first, strict=True)]
         self._read, self._num_layers = read, list(num_layers)
         self._thread.start()
 
     def map_files(self) -> list[Bytes]:
         """Map the files to memory for reading: [blocks, block_bytes] of each group."""
-        self._below = [
+        self._stored = [
             np.frombuffer(mmap.mmap(file, count * size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8).reshape(count, size)
             for file, count, size in zip(self._files, self.num_blocks, self.block_bytes, strict=True)
         ]
-        return self._below
+        return self._stored
 
     def attach_device(self, num_blocks: Sequence[int], read: ReadBlock) -> None:
         """Begin to work on the pools of a GPU with `num_blocks` blocks, which `read` copies from there.
@@ -144,7 +144,7 @@ class DiskTier:
             self._thread.join()
         self._ahead.close()
         self._opened.close()
-        self._below, self._read = [], _read_none
+        self._stored, self._read = [], _read_none
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -193,17 +193,17 @@ class DiskTier:
     def seconds_per_byte(self) -> float:
         return self._rate.value or SECONDS_PER_BYTE
 
-    def copy(self, group: int, block: int, below: int) -> None:
-        self._jobs.put(lambda: self._timed(self._copy, group, below, block))
+    def copy(self, group: int, block: int, stored_block: int) -> None:
+        self._jobs.put(lambda: self._timed(self._copy, group, stored_block, block))
 
-    def commit(self, group: int, below: int, name: bytes) -> None:
-        self._jobs.put(lambda: self._commit(group, below, name))
+    def commit(self, group: int, stored_block: int, name: bytes) -> None:
+        self._jobs.put(lambda: self._commit(group, stored_block, name))
 
-    def check(self, group: int, below: int) -> None:
-        self._jobs.put(lambda: self._timed(self._check, group, below))
+    def check(self, group: int, stored_block: int) -> None:
+        self._jobs.put(lambda: self._timed(self._check, group, stored_block))
 
-    def forget(self, group: int, below: int) -> None:
-        self._jobs.put(lambda: self._journal.take_back(group, self._place(group, below)))
+    def forget(self, group: int, stored_block: int) -> None:
+        self._jobs.put(lambda: self._journal.take_back(group, self._place(group, stored_block)))
 
     def take_done(self) -> list[Done]:
         return [self._done.popleft() for _ in range(len(self._done))]
@@ -213,11 +213,11 @@ class DiskTier:
         if not self._ahead.is_needed():
             return
         spans: list[list[tuple[int, int]]] = []
-        for table, below, first, layers in zip(tables, self._below, self._first, self._num_layers, strict=True):
+        for table, stored, first, layers in zip(tables, self._stored, self._first, self._num_layers, strict=True):
             places = (np.unique(table[table >= first]) - first).tolist()
-            size, base = below.shape[1] // layers, below.ctypes.data
+            size, base = stored.shape[1] // layers, stored.ctypes.data
             spans += [
-                [(base + place * below.shape[1] + layer * size, size) for place in places] for layer in range(layers)
+                [(base + place * stored.shape[1] + layer * size, size) for place in places] for layer in range(layers)
             ]
         self._ahead.read([span for layer in spans for span in layer])
 
@@ -229,23 +229,23 @@ class DiskTier:
             except OSError as error:
                 log.warning("%s: %s", self.folder, error.strerror or error)
 
-    def _timed(self, move: Callable[..., str | None], group: int, below: int, *more: int) -> None:
+    def _timed(self, move: Callable[..., str | None], group: int, stored_block: int, *more: int) -> None:
         started = time.perf_counter()
         try:
-            failure = move(group, below, *more)
+            failure = move(group, stored_block, *more)
         except OSError as error:
             failure = f"{self.folder}: {error.strerror or error}"
         except InfercError as error:  # the device failed
             failure = str(error)
         if failure is None:
             self._rate.add((time.perf_counter() - started) / self.block_bytes[group])
-        self._done.append(Done((group, below), failure))
+        self._done.append(Done((group, stored_block), failure))
 
-    def _place(self, group: int, below: int) -> int:
-        return below - self._first[group]
+    def _place(self, group: int, stored_block: int) -> int:
+        return stored_block - self._first[group]
 
-    def _copy(self, group: int, below: int, block: int) -> str | None:
-        place, data = self._place(group, below), self._staging[group]
+    def _copy(self, group: int, stored_block: int, block: int) -> str | None:
+        place, data = self._place(group, stored_block), self._staging[group]
         # The block may change meanwhile; the checksum is of the bytes that are written in any case.
         self._read(group, block, data)
         self._journal.take_back(group, place)
@@ -253,13 +253,13 @@ class DiskTier:
         self._checksums[group, place] = xxhash.xxh3_128_digest(data.data)
         return None
 
-    def _commit(self, group: int, below: int, name: bytes) -> None:
-        place = self._place(group, below)
+    def _commit(self, group: int, stored_block: int, name: bytes) -> None:
+        place = self._place(group, stored_block)
         self._journal.commit(group, place, Stored(name, self._checksums.pop((group, place))))
 
-    def _check(self, group: int, below: int) -> str | None:
-        place, path = self._place(group, below), self.folder / f"group-{group}"
-        data = self._below[group][place]
+    def _check(self, group: int, stored_block: int) -> str | None:
+        place, path = self._place(group, stored_block), self.folder / f"group-{group}"
+        data = self._stored[group][place]
         if (failure := read_whole(data.ctypes.data, len(data))) is not None:
             return f"{path}, block {place}: {failure}"
         stored = self._journal.live.get((group, place))
@@ -293,7 +293,7 @@ def _read_json(path: Path) -> Any:
 
 def open_disk(
     artifact: Artifact, config: EngineConfig, groups: Sequence[CacheGroup], computed_by: Callable[[], str]
-) -> DiskTier | None:
+) -> DiskStore | None:
     """Open the offload tier of an artifact's KV cache if the config asks for one.
 
     computed_by: what decides the bits of K and V: an instruction set or a chip. Blocks of another one are not found.
@@ -303,4 +303,4 @@ def open_disk(
     model, kv_dtype = artifact.cache_identity(config.kv_evict)
     identity = {"model": model, "kv_dtype": kv_dtype, "isa": computed_by()}
     sizes = [artifact.block_size * group.bytes_per_token for group in groups]
-    return DiskTier(Path(config.kv_disk), identity, sizes, config.kv_disk_bytes)
+    return DiskStore(Path(config.kv_disk), identity, sizes, config.kv_disk_bytes)

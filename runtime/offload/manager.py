@@ -54,16 +54,16 @@ class BlockMover(Protocol):
     def names(self, group: int) -> Mapping[int, bytes]:
         """Return the hashes of the blocks that an earlier run left, by block, the earliest stored first."""
 
-    def copy(self, group: int, block: int, below: int) -> None:
+    def copy(self, group: int, block: int, stored_block: int) -> None:
         """Copy a block of the arena, which may change meanwhile, to the offload tier."""
 
-    def commit(self, group: int, below: int, name: bytes) -> None:
+    def commit(self, group: int, stored_block: int, name: bytes) -> None:
         """Record that the last copy to this place is the block with this hash, also for later runs."""
 
-    def check(self, group: int, below: int) -> None:
+    def check(self, group: int, stored_block: int) -> None:
         """Read and verify a block of an earlier run."""
 
-    def forget(self, group: int, below: int) -> None:
+    def forget(self, group: int, stored_block: int) -> None:
         """Record that the block at this place is of no use to later runs."""
 
     def take_done(self) -> list[Done]:
@@ -86,7 +86,7 @@ class _Copy:
     step: int
     is_spilled: bool = False  # running sequences use the copy instead
     is_held: bool = False  # the block is not given out before it is copied
-    below: int = 0
+    stored_block: int = 0
 
 
 class OffloadManager:
@@ -180,8 +180,8 @@ class OffloadManager:
         if copy.name in stored.block_of or not stored.num_free:
             self._end(copy)
             return
-        copy.below = stored.take(1)[0]
-        stored.moving.add(copy.below)
+        copy.stored_block = stored.take(1)[0]
+        stored.moving.add(copy.stored_block)
         self._wanted.append(copy)
 
     def _start(self, copy: _Copy) -> None:
@@ -189,13 +189,13 @@ class OffloadManager:
             self._release(copy)
             self._end(copy)
             return
-        self._moving[copy.index, copy.below] = copy
-        self._mover.copy(copy.index, copy.block, copy.below)
+        self._moving[copy.index, copy.stored_block] = copy
+        self._mover.copy(copy.index, copy.block, copy.stored_block)
 
     def _release(self, copy: _Copy) -> None:
         stored = self._stored[copy.index]
-        stored.moving.discard(copy.below)
-        stored.drop([copy.below])
+        stored.moving.discard(copy.stored_block)
+        stored.drop([copy.stored_block])
 
     def _copied(self, done: Done, order: I64) -> None:
         copy = self._moving.pop(done.place)
@@ -206,12 +206,12 @@ class OffloadManager:
                 log.warning("nothing is stored in the offload tier of the KV cache for a while: %s", done.failure)
             self._paused_until = self._clock() + PAUSE
         elif is_same and copy.name not in stored.block_of:
-            stored.cache_block(copy.below, copy.name, pool.kept.priority_of.get(copy.block, 0))
-            self._mover.commit(copy.index, copy.below, copy.name)
+            stored.cache_block(copy.stored_block, copy.name, pool.kept.priority_of.get(copy.block, 0))
+            self._mover.commit(copy.index, copy.stored_block, copy.name)
             self.num_stored += 1
         self._release(copy)
-        if copy.is_spilled and is_same and (below := stored.find(copy.name)) is not None:
-            self.num_spilled += self.cache.offload(copy.index, copy.block, below, order)
+        if copy.is_spilled and is_same and (stored_block := stored.find(copy.name)) is not None:
+            self.num_spilled += self.cache.offload(copy.index, copy.block, stored_block, order)
         self._end(copy)
 
     def _end(self, copy: _Copy) -> None:
@@ -245,15 +245,15 @@ class OffloadManager:
         pool, stored, table = cache.pools[index], self._stored[index], cache.tables[index]
         begin, end = int(cache.begins[index, slot]), int(cache.num_cached_blocks[slot])
         columns = begin + np.flatnonzero(table[slot, begin:end] < pool.num_blocks)[:count]
-        if self.is_paused or seq is None or cache.groups[index].spec.gives_back:
+        if self.is_paused or seq is None or cache.groups[index].spec.frees_blocks:
             return False
         num_spilled = self.num_spilled
         for column in columns.tolist():
             block, name = int(table[slot, column]), seq.hashes[column]
             if (index, block) in self._spilling:
                 continue
-            if (below := stored.find(name)) is not None:
-                self.num_spilled += cache.offload(index, block, below, order)
+            if (stored_block := stored.find(name)) is not None:
+                self.num_spilled += cache.offload(index, block, stored_block, order)
             else:
                 self._spilling.add((index, block))
                 self._want(_Copy(index, block, name, int(pool.generation[block]), scheduled, is_spilled=True))
@@ -301,10 +301,10 @@ class OffloadManager:
             )
             if seconds > saved:
                 return False
-        for index, below in wanted:
-            if (index, below) not in self._checking:
-                self._checking[index, below] = int(self._stored[index].generation[below])
-                self._mover.check(index, below)
+        for index, stored_block in wanted:
+            if (index, stored_block) not in self._checking:
+                self._checking[index, stored_block] = int(self._stored[index].generation[stored_block])
+                self._mover.check(index, stored_block)
         self._fetching[seq] = set(wanted)
         return True
 
@@ -316,24 +316,24 @@ class OffloadManager:
             if not stored.unchecked:
                 continue
             for name in hashes:
-                below = stored.block_of.get(name)
-                if below is not None and below in stored.unchecked and name not in pool.block_of:
-                    found.append((index, below))
-                elif below is None and name not in pool.block_of and not group.spec.gives_back:
+                stored_block = stored.block_of.get(name)
+                if stored_block is not None and stored_block in stored.unchecked and name not in pool.block_of:
+                    found.append((index, stored_block))
+                elif stored_block is None and name not in pool.block_of and not group.spec.frees_blocks:
                     break
         return found
 
     def _checked(self, done: Done) -> list[Seq]:
-        index, below = done.place
+        index, stored_block = done.place
         stored = self._stored[index]
-        if stored.generation[below] == self._checking.pop(done.place):
+        if stored.generation[stored_block] == self._checking.pop(done.place):
             if done.failure is None:
-                stored.unchecked.discard(below)
+                stored.unchecked.discard(stored_block)
             else:
                 log.warning("a block of the KV cache on disk is not used: %s", done.failure)
                 self.num_damaged += 1
-                stored.forget(below)
-                self._mover.forget(index, below)
+                stored.forget(stored_block)
+                self._mover.forget(index, stored_block)
         ready = []
         for seq, wanted in list(self._fetching.items()):
             wanted.discard(done.place)

@@ -12,7 +12,7 @@ from inferc.config import EngineConfig, ResolvedEngineConfig
 from inferc.kv_groups import CacheGroup
 from inferc.manifest_types import Observable
 from inferc.runtime.artifact.load import Artifact
-from inferc.runtime.offload.disk import DiskTier
+from inferc.runtime.offload.manager import BlockMover
 from inferc.runtime.runners.nodes import Node
 from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
 from inferc.targets import find_spec
@@ -102,7 +102,7 @@ class OpenedRunner:
     """An open runner, with its resolved configuration and its optional parts.
 
     - computed_by: the instruction set or chip that determines the bits of its results.
-    - disk: its offload tier.
+    - mover, num_offloaded: what moves blocks to its offload tier and back, and the tier's number of blocks by KV group.
     - share_free_slots: takes the scheduler's list of slots that no sequence uses.
     - idle_work: does a piece of useful work while no request is running, and returns whether more is left.
     """
@@ -110,7 +110,8 @@ class OpenedRunner:
     runner: Runner
     config: ResolvedEngineConfig
     computed_by: str = ""
-    disk: DiskTier | None = None
+    mover: BlockMover | None = None
+    num_offloaded: tuple[int, ...] = ()
     share_free_slots: Callable[[Sequence[int]], None] | None = None
     idle_work: Callable[[], bool] | None = None
 

@@ -271,7 +271,7 @@ class Batch:
         forgetting = cache.forgetting
         seen = end - forgetting.num_forgotten(slots)
         max_blocks = cache.blocks_for(int(seen.max()))
-        late_rows, late_slots = self._late(slots, shape)
+        pending_rows, pending_slots = self._pending(slots, shape)
         plan = StepPlan(
             token_ids=self.tokens[slots, start]
             if all_decode
@@ -286,8 +286,8 @@ class Batch:
             ),
             block_tables=self._block_tables(slots, shape, cache, max_blocks, end - seen),
             sample=self._sample_rows(slots if all_decode else slots[complete], shape),
-            late_rows=late_rows,
-            late_slots=late_slots,
+            pending_rows=pending_rows,
+            pending_slots=pending_slots,
             wants_logprobs=self.logprobs is not None,
             scored=forgetting.scored_queries(slots, start, end, shape.query_start_loc, max_blocks),
         )
@@ -346,13 +346,13 @@ class Batch:
             has_min_output=bool(self.min_output[sampled].any()),
         )
 
-    def _late(self, slots: I64, shape: _Shape) -> tuple[I32, I32]:
+    def _pending(self, slots: I64, shape: _Shape) -> tuple[I32, I32]:
         """Return the rows whose token id is still being sampled, and their slots."""
-        is_late = self.num_tokens[slots] > self.num_known[slots]
-        count = np.count_nonzero(is_late)
+        is_pending = self.num_tokens[slots] > self.num_known[slots]
+        count = np.count_nonzero(is_pending)
         if count == len(slots) == len(shape.row_slots):
             return shape.logits_rows, shape.seq_slots
-        return shape.query_start_loc[1:][is_late] - 1, shape.seq_slots[is_late]
+        return shape.query_start_loc[1:][is_pending] - 1, shape.seq_slots[is_pending]
 
     def _token_ids(self, slots: I64, start: I64, end: I64, query_start_loc: I32) -> I32:
         ids = self.tokens[slots, end - 1].repeat(end - start)

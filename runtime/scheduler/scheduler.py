@@ -164,7 +164,7 @@ class Scheduler:
         self.prefixes.step = self._step + 1
         for seq in self.offload.look(self._step, self._landed):
             self._queue(seq)
-        if self.cache.gives_back:
+        if self.cache.frees_blocks:
             self._free_outside_windows()
 
     def _free_outside_windows(self) -> None:

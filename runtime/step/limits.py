@@ -39,7 +39,7 @@ class StepLimits:
             "a block": any(map(outside, plan.block_tables, self._num_readable)),
             "a sequence slot": outside(plan.seq_slots, self.max_num_seqs),
             "a sampled slot": outside(plan.sample.seq_slots, self.max_num_seqs),
-            "a late slot": outside(plan.late_slots, self.max_num_seqs),
+            "a pending slot": outside(plan.pending_slots, self.max_num_seqs),
             "num_logprobs": outside(plan.sample.num_logprobs, MAX_TOP_LOGPROBS + 1),
             "a slot to copy from": any(
                 outside(copies.source, count * self.block_size)

@@ -149,8 +149,8 @@ class StepPlan:
     block_tables: tuple[I32, ...]  # per KV group [B, max_blocks]
     sample: SampleRows
     # [L] rows of token_ids that are not known here; the runner fills them in.
-    late_rows: I32 = field(default_factory=_no_rows)
-    late_slots: I32 = field(default_factory=_no_rows)  # [L] the slot whose last sampled id is filled in
+    pending_rows: I32 = field(default_factory=_no_rows)
+    pending_slots: I32 = field(default_factory=_no_rows)  # [L] the slot whose last sampled id is filled in
     # Per KV group, blocks to load from the offload tier to the arena before anything else; () if there are none.
     loads: tuple[Copies, ...] = ()
     # Per KV group, slots to copy before anything is computed; () if there are none.

@@ -75,7 +75,7 @@ class AsyncEngine:
     engine dies, MAX_STARTS times in all.
 
     text may be set later, before the first request.
-    wanted is called when a request waits for an engine that sleeps.
+    requested is called when a request waits for an engine that sleeps.
     on_idle is called when no request is running any more.
     used_at is when a request last began or ended, or an engine was attached, on the monotonic clock.
     """
@@ -87,7 +87,7 @@ class AsyncEngine:
         text: Text | None,
         facts: ModelFacts,
         max_sequences: int = MAX_SEQUENCES,
-        wanted: Callable[[], None] = lambda: None,
+        requested: Callable[[], None] = lambda: None,
         metrics: ModelMetrics | None = None,
         on_over: Callable[[Stream, Ended], None] = lambda stream, ended: None,
         max_queue_seconds: float | None = None,
@@ -108,20 +108,20 @@ class AsyncEngine:
         self.queue = QueueForecast()
         self._on_over = on_over
         self._max_queue_seconds = max_queue_seconds
-        self.wanted = wanted
+        self.requested = requested
         self.on_idle: Callable[[], None] = lambda: None
         self.used_at = time.monotonic()
         self._is_held = False  # new requests wait even though there is an engine
-        self._rest = asyncio.Event()
-        self._rest.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._loop = asyncio.get_running_loop()
         self._max_sequences = max_sequences
         self._tasks: dict[str, EngineTask] = {}
         self._parked: dict[str, EngineTask] = {}  # the part of `_tasks` that waits for an engine
         self._num_sequences = 0
         self._num_listed = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._drained = asyncio.Event()
+        self._drained.set()
         self._incoming: deque[tuple[EngineTask, int, Event]] = deque()  # filled by the engine client's thread
         # Events that the event loop has moved out of `_incoming` and not handled yet, the oldest request first.
         self._untaken: dict[EngineTask, list[tuple[int, Event]]] = {}
@@ -139,7 +139,7 @@ class AsyncEngine:
         return self.reason if self.state in CLOSED else None
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the engine has nothing to do: every open request waits for an engine."""
         return len(self._tasks) == len(self._parked)
 
@@ -228,7 +228,7 @@ class AsyncEngine:
             raise EngineUnavailable(refusal, retry_after=1.0 if self.state == "draining" else None)
         if num_sequences > self._max_sequences:  # the request could never be accepted
             raise RequestError(
-                f"prompt: found {num_sequences} sequences (prompts times n), and the server lets in"
+                f"prompt: found {num_sequences} sequences (prompts times n), and the server takes"
                 f" {self._max_sequences};"
                 " send fewer at once"
             )
@@ -321,20 +321,20 @@ class AsyncEngine:
                 if task.timer is not None:
                     task.timer.cancel()
         if not self._tasks:
-            self._idle.set()
+            self._drained.set()
         self._note_use()
 
-    async def wait_until_at_rest(self) -> bool:
-        return await self._rest.wait()
+    async def wait_until_idle(self) -> bool:
+        return await self._idle.wait()
 
     def _note_use(self) -> None:
         """Note that a request has begun, has ended, or has started to wait for an engine."""
         self.used_at = time.monotonic()
-        if self.is_at_rest:
-            self._rest.set()
+        if self.is_idle:
+            self._idle.set()
             self.on_idle()
         else:
-            self._rest.clear()
+            self._idle.clear()
 
     async def drain(self, limit_seconds: float, leaving: Leaving = SHUTDOWN) -> bool:
         """Accept no more requests, wait at most limit_seconds for the running ones, and return whether all ended."""
@@ -343,7 +343,7 @@ class AsyncEngine:
             self.state = "draining"
         try:
             async with asyncio.timeout(limit_seconds):
-                await self._idle.wait()
+                await self._drained.wait()
         except TimeoutError:
             late = EngineUnavailable(leaving.late)
             for task in list(self._tasks.values()):
@@ -364,7 +364,7 @@ class AsyncEngine:
         self._num_listed += task.num_listed
         if isinstance(task, Stream):
             self.queue.came(task.num_sequences, task.opened_at)
-        self._idle.clear()
+        self._drained.clear()
         try:
             self._start(task)
         except BaseException:
@@ -384,7 +384,7 @@ class AsyncEngine:
         self._parked[task.request_id] = task
         self._note_use()
         if self.state == "asleep":
-            self.wanted()
+            self.requested()
 
     # -------------------------------------------------------------------------------------- the engine's life
 
@@ -431,7 +431,7 @@ class AsyncEngine:
             self.reason = reason
             self._fail_all(self._parked.values())
         elif self._parked and state == "asleep":
-            self.wanted()
+            self.requested()
 
     def _fail_all(self, tasks: Iterable[EngineTask]) -> None:
         for task in list(tasks):

@@ -68,7 +68,7 @@ class Residency:
         self.look()
 
     def look(self) -> None:
-        """Wake the model that waits for a place: an engine became idle, started, died, or is wanted by nobody."""
+        """Wake the model that waits for a place: an engine became idle, started, died, or is requested by nobody."""
         self._news.set()
 
     async def take(self, who: Sleeper) -> None:
@@ -85,7 +85,7 @@ class Residency:
             try:
                 while who.is_requested and not self.has_room:
                     asked = self._ask(asked)
-                    is_coming = asked is not None and (asked.is_leaving or asked.engine.is_at_rest)
+                    is_coming = asked is not None and (asked.is_leaving or asked.engine.is_idle)
                     left = None if is_coming else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         raise NoRoomToWake(
@@ -117,15 +117,15 @@ class Residency:
         """Choose who makes room, and ask it to: the one asked before, unless that one is busy and another is idle."""
         leaving = next((each for each in self._resident if each.is_leaving), None)
         there = [each for each in self._resident if each.engine.client is not None]
-        at_rest = [each for each in there if each.engine.is_at_rest]
-        if leaving is None and (asked in at_rest or (asked in there and not at_rest)):
+        idle = [each for each in there if each.engine.is_idle]
+        if leaving is None and (asked in idle or (asked in there and not idle)):
             return asked
         if asked is not None:
             asked.stay_resident()
         if leaving is not None or not there:
             return leaving
-        if at_rest:
-            chosen = min(at_rest, key=lambda each: each.engine.used_at)
+        if idle:
+            chosen = min(idle, key=lambda each: each.engine.used_at)
         else:
             chosen = max(there, key=lambda each: each.engine.oldest_at)
         chosen.make_room()

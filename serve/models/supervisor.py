@@ -116,7 +116,7 @@ class Supervisor:
         self._changed = asyncio.Event()  # set whenever the engine's state changes
         self._deaths: deque[float] = deque()
         self._task: asyncio.Task[None] | None = None
-        engine.wanted = self._wake.set
+        engine.requested = self._wake.set
         engine.on_idle = self._residency.look
 
     async def start(self) -> None:
@@ -365,7 +365,7 @@ class Supervisor:
         answered, asked = asyncio.Event(), time.monotonic()
         self._ping(process, answered)
         while process.stopped is None:
-            if self._shall_sleep and self.engine.is_at_rest:
+            if self._shall_sleep and self.engine.is_idle:
                 return None
             await self._next_event(PING_SECONDS)
             now = time.monotonic()
@@ -386,7 +386,7 @@ class Supervisor:
         """Wait at most this long for the engine's death, for a wish to sleep, or, if there is one, for idleness."""
         events: list[Callable[[], Coroutine[None, None, bool]]] = [self._died.wait]
         if self._shall_sleep:
-            events.append(self.engine.wait_until_at_rest)
+            events.append(self.engine.wait_until_idle)
         else:
             events += [self._sleep_asked.wait, self._room_asked.wait]
         waits = [asyncio.ensure_future(wait()) for wait in events]

@@ -51,12 +51,12 @@ class CacheLimits:
 class CacheGroup:
     """A KV group whose queries see all tokens before them, as in full attention; other kinds are subclasses.
 
-    It has the facts that the group's block pool needs. Positions and windows are in tokens. A group that `gives_back`
+    It has the facts that the group's block pool needs. Positions and windows are in tokens. A group that `frees_blocks`
     frees blocks while a sequence runs, as soon as no later query sees them.
     """
 
     bytes_per_token: int
-    gives_back: ClassVar[bool] = False
+    frees_blocks: ClassVar[bool] = False
 
     def first_key(self, position: int) -> int:
         """Return the first token that the query at `position` sees, sinks aside.
@@ -94,7 +94,7 @@ class WindowCacheGroup(CacheGroup):
     """A KV group whose queries see the last `window` keys, themselves included."""
 
     window: int
-    gives_back: ClassVar[bool] = True
+    frees_blocks: ClassVar[bool] = True
 
     def first_key(self, position: int) -> int:
         return max(0, position - self.window + 1)
@@ -145,7 +145,7 @@ class EvictedCacheGroup(CacheGroup):
     sinks: int
     stride: int
     counted: int = 0
-    gives_back: ClassVar[bool] = True
+    frees_blocks: ClassVar[bool] = True
 
     def first_key(self, position: int) -> int:
         first = position // self.stride * self.stride - self.window
@@ -258,7 +258,7 @@ def share_out(groups: Sequence[CacheGroup], limits: CacheLimits, memory_bytes: i
     and how many sequences may be. Raises ConfigError for less than two blocks.
     """
     caps = [
-        most if group.gives_back else NEVER for group, most in zip(groups, pools_for_all(groups, limits), strict=True)
+        most if group.frees_blocks else NEVER for group, most in zip(groups, pools_for_all(groups, limits), strict=True)
     ]
 
     def pools(count: int) -> tuple[int, ...]:

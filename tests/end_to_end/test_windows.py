@@ -103,7 +103,7 @@ def test_sequences_run_together_where_only_given_back_blocks_make_room(made: Mad
     prompts, count, budget = [prompt(length) for length in (100, 90, 75, 61)], 60, 16
     needed = 1 + sum(-(-(len(ids) + count) // 16) for ids in prompts)
     windows = 1 + len(prompts) * 4  # 23 keys before 16 new tokens touch 4 blocks
-    sizes = [windows if group.gives_back else needed for group in made.groups]
+    sizes = [windows if group.frees_blocks else needed for group in made.groups]
     memory = made.memory(*sizes)
     engine = load_engine(made.artifact, max_num_seqs=4, max_num_batched_tokens=budget, kv_memory_bytes=memory)
     assert engine.stats().num_blocks == sizes
@@ -124,7 +124,7 @@ def test_sequences_run_together_where_only_given_back_blocks_make_room(made: Mad
     assert (stats.num_preemptions, stats.finished) == (0, {"length": 4})
     assert most_tokens > (windows - 1) * 16, "more tokens were cached than the windows' pool holds"
     left = sum((len(ids) + count - 2 - WINDOW + 1) // 16 for ids in prompts)
-    assert stats.num_freed_outside_window == left * sum(group.gives_back for group in made.groups)
+    assert stats.num_freed_outside_window == left * sum(group.frees_blocks for group in made.groups)
 
 
 def test_one_sequence_longer_than_its_pool(made: Made) -> None:

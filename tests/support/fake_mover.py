@@ -44,29 +44,29 @@ class FakeMover:
     def names(self, group: int) -> Mapping[int, bytes]:
         return {self._counts[group] + place: name for (of, place), (name, _) in self.stored.items() if of == group}
 
-    def copy(self, group: int, block: int, below: int) -> None:
+    def copy(self, group: int, block: int, stored_block: int) -> None:
         self.num_copies += 1
 
         def run() -> Done:
-            self.stored.pop((group, below - self._counts[group]), None)
+            self.stored.pop((group, stored_block - self._counts[group]), None)
             if self.fails:
-                return Done((group, below), "no space left")
-            self._of(group, below)[:] = self._of(group, block)
-            self._copied[group, below] = self._of(group, block).tolist()
-            return Done((group, below))
+                return Done((group, stored_block), "no space left")
+            self._of(group, stored_block)[:] = self._of(group, block)
+            self._copied[group, stored_block] = self._of(group, block).tolist()
+            return Done((group, stored_block))
 
         self._ask(run)
 
-    def commit(self, group: int, below: int, name: bytes) -> None:
-        self.stored[group, below - self._counts[group]] = name, self._copied.pop((group, below))
+    def commit(self, group: int, stored_block: int, name: bytes) -> None:
+        self.stored[group, stored_block - self._counts[group]] = name, self._copied.pop((group, stored_block))
 
-    def check(self, group: int, below: int) -> None:
+    def check(self, group: int, stored_block: int) -> None:
         self.num_checks += 1
-        place = group, below - self._counts[group]
-        self._ask(lambda: Done((group, below), "it is damaged" if place in self.damaged else None))
+        place = group, stored_block - self._counts[group]
+        self._ask(lambda: Done((group, stored_block), "it is damaged" if place in self.damaged else None))
 
-    def forget(self, group: int, below: int) -> None:
-        self.stored.pop((group, below - self._counts[group]), None)
+    def forget(self, group: int, stored_block: int) -> None:
+        self.stored.pop((group, stored_block - self._counts[group]), None)
 
     def _ask(self, job: Callable[[], Done | None]) -> None:
         self._jobs.append(job)

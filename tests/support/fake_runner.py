@@ -208,7 +208,7 @@ class FakeRunner:
         assert plan.positions.dtype == plan.slot_mapping[0].dtype == np.int64
         assert plan.seq_slots.dtype == plan.block_tables[0].dtype == np.int32
         ids = plan.token_ids.astype(np.int64)
-        ids[plan.late_rows] = self.last[plan.late_slots]
+        ids[plan.pending_rows] = self.last[plan.pending_slots]
         assert ((ids >= 0) & (ids < VOCAB_SIZE)).all(), "a late id that was never sampled"
         contexts: dict[int, list[int]] = {}
         for pool, loads, count in zip(self.pools, plan.loads, config.num_blocks, strict=False):

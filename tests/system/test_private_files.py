@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inferc.runtime.offload.disk import DiskTier
+from inferc.runtime.offload.disk import DiskStore
 from inferc.runtime.openai.batch_file import BatchOutput
 from inferc.runtime.record.format import Header, Identity
 from inferc.runtime.record.recorder import Recorder
@@ -35,7 +35,7 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 def kv_disk(folder: Path) -> None:
-    tier = DiskTier(folder / "kv" / "model", {"model": "m"}, [4096], 1 << 20)
+    tier = DiskStore(folder / "kv" / "model", {"model": "m"}, [4096], 1 << 20)
     memory = np.zeros((8 + tier.num_blocks[0], 4096), np.uint8)
     tier.attach([memory], [1])
     tier.close()

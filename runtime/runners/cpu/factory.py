@@ -46,7 +46,8 @@ class CpuRunnerFactory:
         # With a KV cache of a given size, idle time is used to back its memory before it is needed.
         # With "auto", no more memory is taken than is needed.
         idle_work = None if request.config.kv_memory_bytes == "auto" else runner.back_cache
-        return OpenedRunner(runner, resolved, runner.isa, disk, idle_work=idle_work)
+        num_offloaded = () if disk is None else disk.num_blocks
+        return OpenedRunner(runner, resolved, runner.isa, disk, num_offloaded, idle_work=idle_work)
 
 
 CPU = CpuRunnerFactory()

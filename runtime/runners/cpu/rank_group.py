@@ -151,9 +151,9 @@ class RankGroup:
         Late ids are those that were sampled after the plan was made.
         """
         token_ids = plan.token_ids.copy()
-        token_ids[plan.late_rows] = self._last_ids[plan.late_slots]
+        token_ids[plan.pending_rows] = self._last_ids[plan.pending_slots]
         none = np.zeros(0, np.int32)
-        return replace(plan, token_ids=token_ids, late_rows=none, late_slots=none)
+        return replace(plan, token_ids=token_ids, pending_rows=none, pending_slots=none)
 
 
 def _cause(errors: Sequence[str]) -> str:

@@ -189,7 +189,7 @@ class CpuRunner:
         return result if taps is None else replace(result, tapped=taps.values())
 
     def _step(self, inputs: StepInputs, host: abi.InfercHost | None) -> None:
-        inputs.fill_late(self._last_ids)
+        inputs.fill_pending(self._last_ids)
         self._done(self._library.inferc_step(host, inputs.args, self._arena.ctypes.data), "step")
 
     def _inputs(self, plan: StepPlan, hidden: Rows | None) -> StepInputs:

@@ -26,12 +26,12 @@ ROW_DTYPES: dict[str, type[np.generic]] = {
 
 @dataclass
 class StepInputs:
-    """The struct of a step and its token ids, which `fill_late` completes once the previous step has sampled."""
+    """The struct of a step and its token ids, which `fill_pending` completes once the previous step has sampled."""
 
     args: abi.StepArgs
     _token_ids: I32
-    _late_rows: I32
-    _late_slots: I32
+    _pending_rows: I32
+    _pending_slots: I32
     _keep: list[Any]
     hidden_out: Rows | None = None  # the rows that the step writes for the next stage
 
@@ -80,12 +80,12 @@ class StepInputs:
             addresses = np.array([0 if each is None else each.ctypes.data for each in scored.scores], np.uintp)
             args.mass_from, args.masses = scored.first_rows.ctypes.data, addresses.ctypes.data
             kept += [scored, addresses]
-        return StepInputs(args, token_ids, plan.late_rows, plan.late_slots, kept)
+        return StepInputs(args, token_ids, plan.pending_rows, plan.pending_slots, kept)
 
-    def fill_late(self, last_ids: I32) -> None:
-        """Fill in the ids that were last sampled for the slots of the late rows."""
-        if len(self._late_rows):
-            self._token_ids[self._late_rows] = last_ids[self._late_slots]
+    def fill_pending(self, last_ids: I32) -> None:
+        """Fill in the ids that were last sampled for the slots of the pending rows."""
+        if len(self._pending_rows):
+            self._token_ids[self._pending_rows] = last_ids[self._pending_slots]
 
 
 @dataclass

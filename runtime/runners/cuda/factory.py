@@ -65,7 +65,7 @@ class CudaRunnerFactory:
             if disk is not None:
                 disk.attach_device(runner.num_blocks, runner.read_block)
             opened.pop_all()
-        return OpenedRunner(runner, resolved, runner.arch, disk)
+        return OpenedRunner(runner, resolved, runner.arch, disk, () if disk is None else disk.num_blocks)
 
 
 CUDA = CudaRunnerFactory(OF_LAUNCHES | {"record"})

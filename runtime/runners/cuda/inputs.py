@@ -127,9 +127,9 @@ class InputLayout:
         views["logits_rows"][:rows] = plan.logits_rows
         for name, count in zip(ENGINE_INPUTS, (tokens, tokens, rows), strict=True):
             views[name][count:] = 0  # engines in a graph always compute the graph's full number of rows
-        late = len(plan.late_rows)
+        late = len(plan.pending_rows)
         views["num_late"][0] = late
-        views["late_rows"][:late], views["late_slots"][:late] = plan.late_rows, plan.late_slots
+        views["late_rows"][:late], views["late_slots"][:late] = plan.pending_rows, plan.pending_slots
         self._write_sampling(plan.sample, views)
         if plan.wants_logprobs:
             views["num_logprobs"][:rows] = np.maximum(plan.sample.num_logprobs, 1)

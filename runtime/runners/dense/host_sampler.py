@@ -33,7 +33,7 @@ class HostSampler:
     def token_ids(self, plan: StepPlan) -> I32:
         """Return the step's token ids, with the late ids that the previous step sampled filled in."""
         token_ids = plan.token_ids.copy()
-        token_ids[plan.late_rows] = self._last[plan.late_slots]
+        token_ids[plan.pending_rows] = self._last[plan.pending_slots]
         return token_ids
 
     def sample(self, plan: StepPlan, logits: F32) -> StepResult:

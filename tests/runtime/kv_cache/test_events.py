@@ -66,7 +66,7 @@ def in_cache(engine: Engine) -> set[bytes]:
     cache = engine.scheduler.cache
     lower = [store.pool for store in cache.stores] or [BlockPool(0, 0)] * len(cache.groups)
     tiers = list(zip(cache.groups, cache.pools, lower, strict=True))
-    keeping = [each for each in tiers if not each[0].spec.gives_back] or tiers
+    keeping = [each for each in tiers if not each[0].spec.frees_blocks] or tiers
     return set.intersection(*({*pool.block_of, *below.block_of} for _, pool, below in keeping))
 
 

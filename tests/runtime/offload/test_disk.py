@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from inferc.errors import ConfigError
-from inferc.runtime.offload.disk import DiskTier
+from inferc.runtime.offload.disk import DiskStore
 from inferc.runtime.offload.journal import RECORD_BYTES, Journal, Stored
 from inferc.runtime.offload.manager import Done
 from inferc.runtime.runners.cpu.runner import _allocate_pool
@@ -30,7 +30,7 @@ class Tier:
     """A tier and the pool of a runner that it works on."""
 
     def __init__(self, folder: Path, identity: dict[str, str] = IDENTITY, count: int = COUNT) -> None:
-        self.disk = DiskTier(folder, identity, [BLOCK], count * BLOCK)
+        self.disk = DiskStore(folder, identity, [BLOCK], count * BLOCK)
         pool = _allocate_pool(ARENA, BLOCK, (self.disk.files[0], count), poison=False)
         self.blocks = pool.reshape(-1, BLOCK)
         self.disk.attach([self.blocks], [2])

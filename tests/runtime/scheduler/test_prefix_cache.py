@@ -208,7 +208,7 @@ def test_windows_need_only_what_the_next_query_sees(groups: tuple[CacheGroup, ..
     expected = generate(make_engine(groups=groups), TURN, 3)
     assert generate(engine, TURN, 3) == generate(engine, TURN, 3) == expected
     assert cached(engine) == 16
-    held = engine.scheduler.cache.pools[[group.gives_back for group in groups].index(True)]
+    held = engine.scheduler.cache.pools[[group.frees_blocks for group in groups].index(True)]
     gone = [name for name in held.block_of if held.block_of[name] in list(held.kept)[:1]]
     held.kept.remove(block := held.block_of.pop(gone[0]))
     del held.hash_of[block]

@@ -103,14 +103,14 @@ def test_the_step_after_one_in_flight_takes_its_ids_late() -> None:
     scheduler.add(sequence("b", 2))
     first = schedule(scheduler)
     second = schedule(scheduler)
-    assert second.late_rows.tolist() == [0, 1]
-    assert second.late_slots.tolist() == first.sample.seq_slots.tolist() == second.seq_slots.tolist()
+    assert second.pending_rows.tolist() == [0, 1]
+    assert second.pending_slots.tolist() == first.sample.seq_slots.tolist() == second.seq_slots.tolist()
     assert second.positions.tolist() == [3, 2]
     assert second.sample.counters.tolist() == [1, 1]
     land(scheduler, first)
     land(scheduler, second)
     third = schedule(scheduler)
-    assert third.late_rows.tolist() == []
+    assert third.pending_rows.tolist() == []
     assert third.token_ids.tolist() == [40, 40]
 
 

@@ -250,7 +250,7 @@ def test_ids_are_unique_and_the_queue_is_bounded_by_sequences() -> None:
         with pytest.raises(QueueFull, match="1 sequences are running or waiting, and 4 are admitted; try again later"):
             engine.open([1], SamplingParams(n=4))
         with pytest.raises(
-            RequestError, match="found 5 sequences .prompts times n., and the server lets in 4; send fewer"
+            RequestError, match="found 5 sequences .prompts times n., and the server takes 4; send fewer"
         ):
             engine.open([1], SamplingParams(n=5))
         engine.open([1], SamplingParams(n=3))
@@ -458,7 +458,7 @@ def test_a_request_wants_an_engine_that_sleeps() -> None:
     async def work() -> None:
         wanted: list[str] = []
         engine = make_engine(Script())
-        engine.wanted = lambda: wanted.append("wanted")
+        engine.requested = lambda: wanted.append("wanted")
         engine.detach("asleep")
         assert not wanted
         stream = engine.open([1], SamplingParams(), "a")
@@ -490,13 +490,13 @@ def test_what_was_ended_while_it_waited_for_an_engine_is_not_begun() -> None:
         script = Script()
         engine = AsyncEngine(Letters(), ModelFacts(128, 64))
         stream = engine.open([1], SamplingParams(), "a")
-        assert engine.is_at_rest and engine.abort("a")
+        assert engine.is_idle and engine.abort("a")
         engine.attach(script)  # before its reader has seen the end
         assert not script.prompts
         with pytest.raises(RequestAborted):
             await rest(stream)
         stream.close()
-        assert engine.is_at_rest and not engine.num_requests
+        assert engine.is_idle and not engine.num_requests
 
     run(work())
 
@@ -512,7 +512,7 @@ def test_what_was_late_while_it_waited_for_an_engine_is_not_begun() -> None:
         with pytest.raises(RequestTimeout):
             await rest(stream)
         stream.close()
-        assert engine.is_at_rest and not engine.num_requests
+        assert engine.is_idle and not engine.num_requests
 
     run(work())
 
@@ -526,11 +526,11 @@ def test_a_held_engine_goes_on_with_what_runs_and_begins_nothing() -> None:
         waiting = engine.open([2], SamplingParams(), "b")
         await script.say("a", b"x", "length")
         assert [piece.text for piece in await rest(running)] == ["x"]
-        assert script.prompts == [[1]] and not engine.is_at_rest
+        assert script.prompts == [[1]] and not engine.is_idle
         running.close()
-        assert engine.is_at_rest and engine.num_requests == 1
+        assert engine.is_idle and engine.num_requests == 1
         engine.release()
-        assert script.prompts == [[1], [2]] and not engine.is_at_rest
+        assert script.prompts == [[1], [2]] and not engine.is_idle
         waiting.close()
 
     run(work())

@@ -311,9 +311,9 @@ def test_a_sleep_by_hand_is_no_swap() -> None:
 class Sleeper:
     """A model that Residency asks to make room; `was_used` orders those that are idle."""
 
-    def __init__(self, is_at_rest: bool = True, was_used: float = 0.0) -> None:
+    def __init__(self, is_idle: bool = True, was_used: float = 0.0) -> None:
         self.engine = cast(
-            AsyncEngine, SimpleNamespace(client=self, is_at_rest=is_at_rest, used_at=was_used, oldest_at=was_used)
+            AsyncEngine, SimpleNamespace(client=self, is_idle=is_idle, used_at=was_used, oldest_at=was_used)
         )
         self.is_leaving = self.is_asked = False
         self.is_requested = True

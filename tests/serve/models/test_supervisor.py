@@ -187,7 +187,7 @@ def test_sleep_waits_for_what_runs_and_the_next_request_wakes() -> None:
         await stage.until(lambda: stage.processes[0].closed)
         assert len(stage.processes) == 1
         await stage.supervisor.sleep()  # it does already
-        stage.engine.wanted()
+        stage.engine.requested()
         await stage.until(lambda: stage.engine.client is stage.processes[-1])
         assert stage.states == ["serving", "asleep", "starting", "serving"] and len(stage.processes) == 2
         await stage.supervisor.close()
@@ -240,7 +240,7 @@ def test_a_start_that_hangs_is_killed_and_counts_as_a_death(
         stage.may_start = False
         if falls_asleep:
             await stage.supervisor.sleep()
-            stage.engine.wanted()
+            stage.engine.requested()
         else:
             stage.processes[0].die("killed by SIGSEGV")
         await stage.until(lambda: len(stage.processes) == 3)

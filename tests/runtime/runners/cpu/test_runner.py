@@ -118,7 +118,7 @@ def test_late_ids_are_filled_in_from_the_step_before(runner: CpuRunner) -> None:
     runner.submit(make_plan([(1, PROMPT, 0)]))
     for step in range(4):
         plan = make_plan([(1, [0], len(PROMPT) + step)])
-        runner.submit(replace(plan, late_rows=np.array([0], np.int32), late_slots=np.array([1], np.int32)))
+        runner.submit(replace(plan, pending_rows=np.array([0], np.int32), pending_slots=np.array([1], np.int32)))
     assert [int(runner.wait().token_ids[0]) for _ in range(5)] == expected
 
 
@@ -128,7 +128,7 @@ def test_a_slot_with_several_rows_goes_on_with_the_last(runner: CpuRunner) -> No
     for _ in range(20):
         runner.submit(make_plan([(1, prompt, 0)], all_rows=True))
         plan = make_plan([(1, [0], len(prompt))])
-        runner.submit(replace(plan, late_rows=np.array([0], np.int32), late_slots=np.array([1], np.int32)))
+        runner.submit(replace(plan, pending_rows=np.array([0], np.int32), pending_slots=np.array([1], np.int32)))
         assert [int(runner.wait().token_ids[-1]) for _ in range(2)] == expected
 
 

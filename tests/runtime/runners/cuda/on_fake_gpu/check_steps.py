@@ -72,9 +72,9 @@ def test_many_rows_at_once(llama: Pair) -> None:
 def test_a_step_is_given_before_the_ids_of_the_last_are_there(llama: Pair) -> None:
     first = make_plan([(0, PROMPT, 0), (1, OTHER[:4], 0)])
     second = make_plan([(0, [0], 9), (1, [0], 4)])
-    second.late_rows, second.late_slots = np.array([0, 1], np.int32), np.array([0, 1], np.int32)
+    second.pending_rows, second.pending_slots = np.array([0, 1], np.int32), np.array([0, 1], np.int32)
     third = make_plan([(1, [0], 5)])
-    third.late_rows, third.late_slots = np.array([0], np.int32), np.array([1], np.int32)
+    third.pending_rows, third.pending_slots = np.array([0], np.int32), np.array([1], np.int32)
     expected = [llama.expected(plan).token_ids.tolist() for plan in (first, second, third)]
     llama.runner.submit(first)
     llama.runner.submit(second)
