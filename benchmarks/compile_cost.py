@@ -29,8 +29,8 @@ from typing import Any
 
 from measured import ROOT, report
 
-from inferc.config import available_cores
 from inferc.cost.machine import measure_read
+from inferc.system.resources import available_cores
 
 INFERC = (sys.executable, "-m", "inferc")
 LAYERS_SHAPE, WHOLE_SHAPE = "llama-3.1-70b", "llama-3.1-8b"

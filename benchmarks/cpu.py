@@ -29,8 +29,8 @@ from peers.environments import HERE, Peer, peers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from inferc.config import available_cores
 from inferc.cost.machine import measure_read
+from inferc.system.resources import available_cores
 
 SHAPES = ("qwen3-0.6b", "llama-3.2-1b")
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from tables import COLORS, Grid, markdown, picture
 
-from inferc.config import available_cores
+from inferc.system.resources import available_cores
 
 
 def show(result: dict[str, Any], cases: Sequence[str], console: Console) -> None:

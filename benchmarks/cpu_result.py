@@ -11,10 +11,10 @@ from typing import Any
 
 from peers.environments import HERE, Peer
 
-from inferc.config import available_cores
 from inferc.cost.machine import cpuinfo
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.measure.bench import ModelCost, model_cost
+from inferc.system.resources import available_cores
 
 OURS = ("bfloat16", "int8", "w8a8", "int4", "int4-kv8")
 WIDTHS = {"bfloat16": 16, "bf16": 16, "int8": 8, "w8a8": 8, "Q8_0": 8, "int4": 4, "int4-kv8": 4, "Q4_0": 4}

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from measured import ROOT, report
 
-from inferc.config import available_cores
 from inferc.cost.machine import measure_read
+from inferc.system.resources import available_cores
 
 INFERC = (sys.executable, "-m", "inferc")
 

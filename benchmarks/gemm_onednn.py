@@ -35,11 +35,11 @@ from inferc.codegen.cpp.blocking import choices
 from inferc.codegen.cpp.build import ISAS, Unit, build
 from inferc.codegen.cpp.emit import HEADERS
 from inferc.codegen.cpp.table import PANELS
-from inferc.config import available_cores
 from inferc.cost.machine import measure_read
 from inferc.ir.weights import LAYOUTS
 from inferc.passes.lower.plan_memory import padded
 from inferc.runtime.runners.cpu.abi import choose_isa
+from inferc.system.resources import available_cores
 
 SOURCE = r"""
 #include "exchange.h"

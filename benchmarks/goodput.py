@@ -46,8 +46,8 @@ from inferc.bench.figures import Goals, ServeResult
 from inferc.bench.own_server import serving
 from inferc.bench.session import Settings, measure
 from inferc.bench.workload import PATTERNS, Arrivals, Lengths
-from inferc.config import available_cores
 from inferc.cost.machine import measure_read
+from inferc.system.resources import available_cores
 
 ENGINES = ("inferc-bfloat16", "vllm-bfloat16", "openvino-bfloat16", "inferc-w8a8", "openvino-int8")
 STEP, LOWEST_RUNG = 1.1, -30  # ratio of two neighbouring rates, and the rung of the lowest rate (0.06 requests/s)

@@ -19,9 +19,9 @@ from xml.etree import ElementTree
 
 from gpu import RESULTS, merge
 
-from inferc.config import available_cores
 from inferc.errors import InfercError
 from inferc.runtime.runners.cuda.driver import Driver
+from inferc.system.resources import available_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_PASSED = ("failure", "error", "skipped")

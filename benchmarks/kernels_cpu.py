@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from inferc.codegen.cpp.build import ISAS, Unit, build
 from inferc.codegen.cpp.emit import HEADERS, sample_row_bytes
-from inferc.config import available_cores
 from inferc.manifest import align
 from inferc.runtime.runners.cpu import abi
 from inferc.runtime.runners.cpu.abi import choose_isa
 from inferc.runtime.step.plan import SampleRows
+from inferc.system.resources import available_cores
 
 SOURCE = r"""
 #include "attention.h"

@@ -34,12 +34,13 @@ from measured import report
 from rich.console import Console
 
 from inferc.compiler.build import compile
-from inferc.config import CompileConfig, available_cores
+from inferc.config import CompileConfig
 from inferc.cost.machine import measure_read
 from inferc.runtime.artifact.inspect import inspect_artifact
 from inferc.runtime.engine.engine import Engine, Outputs
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.system.resources import available_cores
 
 VOCAB_SIZE, NEW, ANSWER = 4000, 32, 24
 COLD_STEPS = 5  # number of steps of each kind, with pages dropped from memory

@@ -41,7 +41,6 @@ from rich.console import Console
 from rich.progress import Progress
 from tables import markdown
 
-from inferc.config import available_cores
 from inferc.cost.machine import measure_read
 from inferc.errors import ConfigError
 from inferc.runtime.artifact.load import load_artifact
@@ -50,6 +49,7 @@ from inferc.runtime.engine.load import load_engine
 from inferc.runtime.simulate.trace import read_trace
 from inferc.runtime.step.cost import WORK, StepCost, StepWork
 from inferc.runtime.step.plan import F64
+from inferc.system.resources import available_cores
 
 MODEL, QUICK_MODEL = Llama(640, 1728, 4, 10, 2), Llama(128, 256, 2, 2, 1)
 MAX_MODEL_LEN = 2048

@@ -31,13 +31,13 @@ from measured import ROOT, save
 from rich.console import Console
 from tables import COLORS, Grid, markdown, picture
 
-from inferc.config import available_cores
 from inferc.cost.machine import cpuinfo, measure_read, peak_flops
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.measure.bench import model_cost
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.system.resources import available_cores
 
 SIZES = (256, 768, 4, 4, 2)  # hidden, intermediate, layers, heads, KV heads
 ANSWER, NEW_TOKENS = 16, 32  # tokens of the first turn's answer, and new tokens of the second turn's prompt

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from inferc.config import available_cores
 from inferc.cost.machine import cpu_model
+from inferc.system.resources import available_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "numpy", "triton")

@@ -30,7 +30,6 @@ import numpy as np
 from measured import ROOT, report
 from own_model import compiled
 
-from inferc.config import available_cores
 from inferc.cost.formulas import CostLog, Step
 from inferc.cost.machine import measure_read
 from inferc.manifest import COSTS
@@ -41,6 +40,7 @@ from inferc.runtime.engine.load import load_engine
 from inferc.runtime.measure.expert_loads import routed_values
 from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.system.resources import available_cores
 
 VOCABULARY = 4096  # vocabulary of the tokenizer; small, so that the LM head does not hide the cost of the experts
 HEAD_DIM = 64

@@ -24,8 +24,8 @@ from measured import ROOT, save
 from peers.environments import peers
 from rich.progress import track
 
-from inferc.config import available_cores
 from inferc.cost.machine import measure_read
+from inferc.system.resources import available_cores
 
 # The cases as (requests, input_len, output_len), by the name of the worker's number that counts.
 CASES = {"decode": (1, 128, 32), "prefill": (1, 512, 2), "output": (8, 64, 32)}

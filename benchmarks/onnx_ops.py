@@ -24,8 +24,8 @@ from measured import ROOT, save
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from inferc.config import available_cores
 from inferc.cost.machine import measure_read
+from inferc.system.resources import available_cores
 
 SIZE, HEADS, KV_HEADS, HEAD_DIM = 2048, 16, 4, 64
 MICROSOFT = "com.microsoft"

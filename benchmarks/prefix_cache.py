@@ -22,11 +22,12 @@ from measured import report
 from rich.console import Console
 
 from inferc.compiler.build import compile
-from inferc.config import CompileConfig, available_cores
+from inferc.config import CompileConfig
 from inferc.cost.machine import measure_read
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.system.resources import available_cores
 
 SHARES = (0.25, 0.5, 0.75, 0.9)
 VOCAB_SIZE = 4000

@@ -28,11 +28,11 @@ from peers.worker import run_once
 from rich.progress import Progress
 from tables import COLORS, picture
 
-from inferc.config import available_cores
 from inferc.cost.machine import measure_read
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.measure.bench import model_cost
+from inferc.system.resources import available_cores
 
 NEW_TOKENS = 24
 ARENA_TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)

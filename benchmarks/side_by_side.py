@@ -20,8 +20,8 @@ from measured import save
 from peers.engines.inferc_engine import load
 from peers.worker import run_once
 
-from inferc.config import available_cores
 from inferc.cost.machine import measure_read
+from inferc.system.resources import available_cores
 
 UNITS = ("decode", "prefill", "output")  # rates in tokens per second, by the names of run_once
 

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from measured import report
 
-from inferc.config import available_cores
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.system.resources import available_cores
 
 
 def main() -> None:

@@ -20,9 +20,10 @@ from typing import Any
 from measured import ROOT, save
 
 from inferc.compiler.build import compile
-from inferc.config import CompileConfig, available_cores
+from inferc.config import CompileConfig
 from inferc.cost.machine import measure_read
 from inferc.runtime.artifact.inspect import inspect_artifact
+from inferc.system.resources import available_cores
 from inferc.targets import find_spec
 
 TARGETS = ("tensorrt", "tensorrt-paged")

@@ -39,7 +39,6 @@ from tables import markdown
 from trace_limits import Lengths, distinct_tokens, hit_rates, longest_asked, over_static
 from trace_report import draw, tables
 
-from inferc.config import available_cores
 from inferc.cost.machine import measure_read
 from inferc.errors import ConfigError
 from inferc.runtime.artifact.load import Artifact, load_artifact
@@ -48,6 +47,7 @@ from inferc.runtime.engine.load import load_engine
 from inferc.runtime.simulate.report import summarize
 from inferc.runtime.simulate.simulate import Playback, Replica, play
 from inferc.runtime.simulate.trace import Trace, read_trace
+from inferc.system.resources import available_cores
 
 MODEL, QUICK_MODEL = Llama(384, 1024, 4, 6, 2), Llama(128, 256, 2, 2, 1)
 TOKEN_BUDGET = 512

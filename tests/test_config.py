@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 
-from inferc.config import (
-    CompileConfig,
-    ContextLength,
-    EngineConfig,
-    available_cores,
-    available_memory_bytes,
-    from_dict,
-    parse_bytes,
-)
+from inferc.config import CompileConfig, ContextLength, EngineConfig, from_dict, parse_bytes
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_groups import CacheGroup, WindowCacheGroup
+from inferc.system.resources import available_cores, available_memory_bytes
 
 CONTEXT = ContextLength(4096, 4096)
 GROUPS = (CacheGroup(1000),)

@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from inferc.config import EngineConfig, available_cores
+from inferc.config import EngineConfig
 from inferc.manifest import CERTIFICATE, TENSORRT_LAYERS, TENSORRT_PLAN, segment_plan
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.signature import signature_facts
+from inferc.system.resources import available_cores
 
 
 def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:

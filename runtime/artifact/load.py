@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.codegen.triton.aot.launch import RECORDS
-from inferc.config import HUB_ID, available_cores
+from inferc.config import HUB_ID
 from inferc.cost.formulas import CostLog
 from inferc.errors import ArtifactError
 from inferc.manifest import COSTS, FORMAT_VERSION, MANIFEST, is_sealed
@@ -46,6 +46,7 @@ from inferc.runtime.artifact.libraries import Library
 from inferc.runtime.text.files import TextFiles
 from inferc.signature import check_signature, read_trusted_keys
 from inferc.system.json_text import parse_json
+from inferc.system.resources import available_cores
 
 log = logging.getLogger(__name__)
 

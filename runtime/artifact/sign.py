@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferc.config import available_cores
 from inferc.manifest import CHUNK_BYTES
 from inferc.runtime.artifact.load import load_artifact
 from inferc.signature import PublicKey, write_signature
+from inferc.system.resources import available_cores
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.config import available_memory_bytes
 from inferc.errors import ConfigError, RequestError
 from inferc.runtime.record.watcher import Watcher
 from inferc.runtime.runners.nodes import NUMPY_DTYPES, Node
@@ -25,6 +24,7 @@ from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Sequence as Seq
 from inferc.system.atomic_file import atomic_write
 from inferc.system.private_files import private_folder
+from inferc.system.resources import available_memory_bytes
 
 log = logging.getLogger(__name__)
 

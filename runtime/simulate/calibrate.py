@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from inferc.config import available_cores
 from inferc.cost.machine import cpu_model
 from inferc.errors import ConfigError
 from inferc.runtime.engine.engine import Engine
@@ -19,6 +18,7 @@ from inferc.runtime.step.cost import WORK, StepCost
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.system.atomic_file import atomic_write
 from inferc.system.json_text import parse_json
+from inferc.system.resources import available_cores
 
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "costs" / "qwen3-0.6b-int8-cpu.json"

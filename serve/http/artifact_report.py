@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from inferc.config import available_cores
 from inferc.cost.formulas import CostLog, PassCost, Step
 from inferc.errors import ArtifactError, InfercError, RequestError
 from inferc.manifest import CERTIFICATE, COSTS
@@ -19,6 +18,7 @@ from inferc.runtime.artifact.load import Artifact
 from inferc.serve.models.long_texts import Turns
 from inferc.serve.models.served_model import ServedModel
 from inferc.system.json_text import parse_json
+from inferc.system.resources import available_cores
 
 log = logging.getLogger(__name__)
 

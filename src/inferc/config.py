@@ -15,12 +15,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_groups import CacheGroup, CacheLimits, Eviction, pools_bytes, pools_for_all, share_out
-from inferc.system.topology import cores_to_pin, read_cores
+from inferc.system.resources import available_cores, available_memory_bytes
+from inferc.system.topology import cores_to_pin
 from inferc.targets import DEFAULT_TARGET, Target, find_spec
 
 log = logging.getLogger(__name__)
@@ -329,39 +329,6 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ConfigError(f"{text!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
     return int(float(match[1]) * SIZE_UNITS[(match[2] or "").lower()])
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may use, by its affinity and the container's quota.
-
-    Further hardware threads of a core are not counted.
-    """
-    cores = len(read_cores())
-    quota = _read_words("/sys/fs/cgroup/cpu.max")
-    if len(quota) == 2 and quota[0].isdigit():
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    return cores
-
-
-def available_memory_bytes() -> int:
-    """Return the memory that can be taken without swapping, by the kernel's estimate and the container's limit."""
-    available = 2**62
-    if hasattr(os, "sysconf"):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    words = _read_words("/proc/meminfo")
-    if "MemAvailable:" in words:
-        available = int(words[words.index("MemAvailable:") + 1]) * 1024
-    limit, used = _read_words("/sys/fs/cgroup/memory.max"), _read_words("/sys/fs/cgroup/memory.current")
-    if limit and used and limit[0].isdigit():
-        available = min(available, max(0, int(limit[0]) - int(used[0])))
-    return available
-
-
-def _read_words(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().split()
-    except OSError:  # another operating system, or no cgroup: there is no such limit
-        return []
 
 
 def _certify_that_fits(float32_bytes: int) -> Certify:

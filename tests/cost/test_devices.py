@@ -42,7 +42,7 @@ def test_an_unknown_device_names_the_known() -> None:
 def test_this_machine(clock: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inferc.cost.machine.cpuinfo", lambda: clock)
     monkeypatch.setattr("inferc.cost.machine.measure_read", lambda threads: 1e9 * threads)
-    monkeypatch.setattr("inferc.config.available_cores", lambda: 4)
+    monkeypatch.setattr("inferc.cost.devices.available_cores", lambda: 4)
     cpu = find_device("cpu")
     assert cpu.bytes_per_s == 4e9
     assert word in cpu.source

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inferc.config import EngineConfig, available_cores
+from inferc.config import EngineConfig
 from inferc.errors import ConfigError
 from inferc.kv_groups import CacheGroup
 from inferc.runtime.artifact.load import load_artifact
@@ -52,11 +52,6 @@ def test_cores_of_a_node_lie_together(tmp_path: Path) -> None:
 def test_a_kernel_that_says_nothing_has_a_core_for_each_processor(tmp_path: Path) -> None:
     assert read_cores(tmp_path, (0, 3)) == (Core((0,), 0), Core((3,), 0))
     assert nodes_of(read_cores(tmp_path, (0, 3)), tmp_path) == ()
-
-
-def test_default_threads_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inferc.config.read_cores", lambda: (Core((0, 2), 0),))
-    assert available_cores() == 1
 
 
 def test_pinning_takes_a_core_for_each_thread() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.arena import MostRows
-from inferc.config import EngineConfig, ResolvedEngineConfig, available_memory_bytes
+from inferc.config import EngineConfig, ResolvedEngineConfig
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
 from inferc.kv_groups import cache_groups, num_parts, row_size
 from inferc.manifest_types import Hidden, Input, Observable
@@ -34,6 +34,7 @@ from inferc.runtime.runners.step_worker import StepWorker
 from inferc.runtime.step.limits import StepLimits, outside
 from inferc.runtime.step.plan import F32, I32, I64, Copies, Rows, StepPlan, StepResult
 from inferc.system.file_map import back, map_file
+from inferc.system.resources import available_memory_bytes
 from inferc.system.topology import cores_to_pin, memory_on, nodes_of, read_cores
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.config import EngineConfig, ResolvedEngineConfig, available_cores
+from inferc.config import EngineConfig, ResolvedEngineConfig
 from inferc.errors import ConfigError, InfercError
 from inferc.kv_groups import CacheGroup
 from inferc.manifest import ONNX_MODEL
@@ -19,6 +19,7 @@ from inferc.runtime.runners.dense.caches import HostCaches, cache_inputs
 from inferc.runtime.runners.dense.runner import DenseRunner
 from inferc.runtime.step.plan import F32
 from inferc.system.cpu_features import cpu_features
+from inferc.system.resources import available_cores
 
 if TYPE_CHECKING:
     from inferc.runtime.runners.cuda.driver import Driver

@@ -65,10 +65,11 @@ def bench_kernels(
     their speed as a share of what the compiler's cost model expects: if it is far below one, the model does not fit
     this machine.
     """
-    from inferc.config import EngineConfig, available_cores, from_dict
+    from inferc.config import EngineConfig, from_dict
     from inferc.runtime.artifact.load import load_artifact
     from inferc.runtime.measure.profile import measure_limits, profile_step
     from inferc.runtime.runners.cpu.runner import CpuRunner
+    from inferc.system.resources import available_cores
 
     if input_len < 1 or num_seqs < 1:
         raise ConfigError(f"--input-len {input_len} and --num-seqs {num_seqs}: expected at least 1 of each")
@@ -138,9 +139,9 @@ def bench_latency(
     as_json: Json = False,
 ) -> None:
     """Measure a single request: time to first token, prefill and decode speed, and shares of the machine's limits."""
-    from inferc.config import available_cores
     from inferc.runtime.artifact.load import load_artifact
     from inferc.runtime.measure.bench import latency, model_cost
+    from inferc.system.resources import available_cores
 
     options = engine_options(threads, isa, 1, max(512, input_len), pin=pin, prefix_cache=False)
     artifact = load_artifact(out)

@@ -257,7 +257,7 @@ def missing(error: ModuleNotFoundError) -> str:
 
 
 def out_of_memory() -> str:
-    from inferc.config import available_memory_bytes
+    from inferc.system.resources import available_memory_bytes
 
     return f"not enough memory: {available_memory_bytes() / 1e9:.1f} GB are free"
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 import inferc
 from inferc.compiler import drift
-from inferc.config import available_memory_bytes
 from inferc.errors import ConfigError, RequestError, UnsupportedError
 from inferc.frontend.checkpoint.load import Checkpoint, load
 from inferc.frontend.reference import reference_greedy, reference_model, reference_states
@@ -32,6 +31,7 @@ from inferc.runtime.record.tapped import TappedSequence
 from inferc.runtime.runners.api import capabilities_of
 from inferc.runtime.runners.nodes import Node, all_nodes
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.system.resources import available_memory_bytes
 
 log = logging.getLogger(__name__)
 

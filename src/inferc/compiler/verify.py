@@ -14,13 +14,13 @@ from inferc.backends.lower import LowerConfig, lower
 from inferc.backends.partition import prepare
 from inferc.compiler.certify import Certificate, Certifier, encoder, make_prompts, run_kernels
 from inferc.compiler.diff import check_same
-from inferc.config import available_memory_bytes
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
 from inferc.ir.program import Program
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.load import load_engine
+from inferc.system.resources import available_memory_bytes
 from inferc.targets import Target
 
 COPIES = 2  # copies of the model in float32 that memory must hold: Hugging Face's and the program's weights

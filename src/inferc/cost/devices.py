@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inferc.errors import ConfigError
+from inferc.system.resources import available_cores, available_memory_bytes
 
 # Assumed, not measured: seconds from the end of one kernel to the start of the next in a CUDA graph.
 GPU_LAUNCH_S = 2e-6
@@ -97,7 +98,6 @@ def find_device(name: str) -> Device:
 
 def this_machine() -> Device:
     """Return the processor this runs on, with the cores that this process may use."""
-    from inferc.config import available_cores, available_memory_bytes
     from inferc.cost.machine import cpuinfo, measure_read, peak_flops
 
     cores, info = available_cores(), cpuinfo()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inferc.config import available_memory_bytes
+from inferc.system.resources import available_memory_bytes
 
 READ_BYTES = 1 << 30
 REPEATS = 3
