@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from inferc.errors import ConfigError, InfercError, shown
 from inferc.runtime.openai.request import URLS
 from inferc.system.json_text import parse_json
 from inferc.system.private_files import open_private
+from inferc.system.progress import Progress, silent
 
 REPORT_EVERY = 256  # lines
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair is not a character
@@ -54,7 +55,7 @@ class BatchInput:
     Raises ConfigError naming the faulty line.
     """
 
-    def __init__(self, path: Path, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> None:
+    def __init__(self, path: Path, progress: Progress = silent) -> None:
         self.path = path
         self.lines: list[Line] = []
         if not path.is_file():
@@ -101,7 +102,7 @@ class BatchInput:
         found = os.fstat(self._file.fileno())
         return found.st_size, found.st_mtime_ns
 
-    def _check(self, progress: Callable[[str, int, int], None]) -> str:
+    def _check(self, progress: Progress) -> str:
         """Fill the index, and return the fingerprint of the content."""
         content = hashlib.sha256()
         seen: dict[str, int] = {}

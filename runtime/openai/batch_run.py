@@ -9,7 +9,7 @@ import queue
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
@@ -20,9 +20,9 @@ from inferc.runtime.openai.answer import Answer, Token, error_body, response_bod
 from inferc.runtime.openai.batch_file import BatchInput, BatchOutput, BatchRequest, Line
 from inferc.runtime.openai.request import OpenAIRequest, Prompt, parse_request
 from inferc.runtime.step.sampling_params import from_chat, from_request
+from inferc.system.progress import Progress, silent
 
 OF_A_REQUEST = (RequestError, ObjectiveError, GenerationError)  # other errors end the run
-Report: TypeAlias = Callable[[str, int, int], None]
 
 
 @dataclass(eq=False)
@@ -110,7 +110,7 @@ class BatchRun:
     source: BatchInput
     output: BatchOutput
     backend: Backend
-    report: Report = lambda stage, done, total: None
+    report: Progress = silent
     num_tokens: int = 0  # the tokens that this run has generated
     _ready: deque[Ticket] = field(default_factory=deque)  # the prompts of one request that have not been started
     _num_open: int = 0  # the number of open sequences

@@ -6,7 +6,6 @@ A row of `inferc.targets.TARGETS` names each target's backend. No other part of 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -19,9 +18,9 @@ from inferc.errors import ConfigError
 from inferc.ir.program import Program
 from inferc.passes.lower.plan_memory import NO_PLAN, MemoryPlan
 from inferc.passes.pipeline import Pass
+from inferc.system.progress import Progress
 from inferc.targets import Target
 
-Progress = Callable[[str, int, int], None]  # called with (stage, amount done, amount in total)
 CANONICAL = {"kv_layout": {"order": "canonical"}}  # the fields of program.json if the runtime itself lays out K and V
 
 

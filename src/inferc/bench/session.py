@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,12 +14,12 @@ from inferc.bench.load import Interrupt, Load, run_load, warm_up
 from inferc.bench.workload import Arrivals, Plan, Prompt, Replayed, Texts, Workload
 from inferc.errors import ConfigError
 from inferc.runtime.step.plan import F64
+from inferc.system.progress import Progress
 
 DEFAULT_REQUESTS = 100
 MOST_KEPT = 100_000  # number of requests planned for a closed loop that only a time limit ends
 MOST_SEARCHED = 16  # largest number of loads in a search
 ALONE = 0.1  # mean number of requests in flight below which a request practically has the server for itself
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

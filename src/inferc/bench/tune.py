@@ -10,7 +10,7 @@ from pathlib import Path
 from inferc.bench.candidates import STEP, Candidate, grid, variants
 from inferc.bench.endpoints import ServerFacts, check_lengths
 from inferc.bench.report import within
-from inferc.bench.session import Progress, Settings
+from inferc.bench.session import Settings
 from inferc.bench.simulated import MOST_ANSWERS, Simulator, input_lens, measure_prices
 from inferc.bench.verify import START_SECONDS, Row, Verifier
 from inferc.bench.workload import Replayed, Texts
@@ -18,6 +18,7 @@ from inferc.config import EngineConfig
 from inferc.errors import ConfigError, InfercError
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.simulate.calibrate import CostFile
+from inferc.system.progress import Progress
 from inferc.system.resources import available_cores
 
 # Shares of the total time: for measuring step costs, until the end of simulating the grid, and until the end of

@@ -11,9 +11,10 @@ from inferc.bench.candidates import Candidate, Outcome, best_rung, borne, highes
 from inferc.bench.endpoints import Target
 from inferc.bench.figures import ServeResult
 from inferc.bench.own_server import server_options, serving
-from inferc.bench.session import Progress, measure
+from inferc.bench.session import measure
 from inferc.bench.simulated import Simulator
 from inferc.errors import InfercError
+from inferc.system.progress import Progress
 
 # Largest number of loads per candidate. The first candidate may have more, because it is not known yet how far the
 # simulation is off.

@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from inferc.errors import ConfigError, InfercError, RequestError
+from inferc.system.progress import silent
 
 if TYPE_CHECKING:
     from inferc.runtime.artifact.load import Artifact
@@ -322,7 +323,7 @@ def _discard_output() -> None:
 def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar on standard error, if that is a terminal, and yield the function that updates it."""
     if not sys.stderr.isatty():
-        yield lambda stage, done, total: None
+        yield silent
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

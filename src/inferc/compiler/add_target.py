@@ -13,17 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from inferc.backends.backend import Progress
 from inferc.codegen.artifact_writer import ArtifactWriter
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.triton.aot.launch import PTX
-from inferc.compiler.build import CompileSummary, hf_facts, silent
+from inferc.compiler.build import CompileSummary, hf_facts
 from inferc.config import CompileConfig, ResolvedCompileConfig, from_dict
 from inferc.errors import ArtifactError, ConfigError
 from inferc.frontend.checkpoint.load import load
 from inferc.manifest import SIGNATURE, json_bytes
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.runtime.artifact.load import Artifact, load_artifact
+from inferc.system.progress import Progress, silent
 from inferc.targets import Target, find_spec
 
 log = logging.getLogger(__name__)

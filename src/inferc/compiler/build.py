@@ -8,10 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import platform
-import signal
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +19,7 @@ from typing import Any
 
 import torch
 
-from inferc.backends.backend import Backend, Output, Progress, Written, open_backend
+from inferc.backends.backend import Backend, Output, Written, open_backend
 from inferc.backends.lower import LowerConfig, build_pipeline, lower
 from inferc.backends.partition import RankProgram, Ranks, lower_ranks, partition, prepare
 from inferc.codegen.artifact_writer import ArtifactWriter, make_manifest, program_entry
@@ -53,6 +50,8 @@ from inferc.passes.pipeline import Observe, PassRecord
 from inferc.passes.user_passes import UserPass, load_passes
 from inferc.runtime.step import sampling_params
 from inferc.runtime.text.tokenizer import Text
+from inferc.system.interrupts import Interrupts, interruptible
+from inferc.system.progress import Progress, silent
 from inferc.targets import Target
 from inferc.version import __version__
 
@@ -95,7 +94,7 @@ def compile(
     config = config or CompileConfig()
     backend = open_backend(Target.parse(config.target))
     passes = load_passes(config.passes)
-    with _interrupts() as interrupts, OutputFolder(Path(out)) as folder:
+    with interruptible() as interrupts, OutputFolder(Path(out)) as folder:
         report = interrupts.checked(progress or silent)
         checkpoint = load_module(model) if isinstance(model, torch.nn.Module) else load(model)
         num_parameters = sum(torch.Size(shape).numel() for shape, _ in checkpoint.tensors.values())
@@ -134,7 +133,7 @@ class _Build:
         folder: OutputFolder,
         tokenizer: Any,
         report: Progress,
-        interrupts: _Interrupts,
+        interrupts: Interrupts,
         generation: dict[str, Any],
         passes: tuple[UserPass, ...],
         ranks: Ranks,
@@ -407,10 +406,6 @@ def _pass_row(record: PassRecord) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(record).items() if name != "seconds"}
 
 
-def silent(_stage: str, _done: int, _total: int) -> None:
-    """Ignore the progress of a compile that nobody watches."""
-
-
 @contextmanager
 def _threads_for(num_parameters: int) -> Iterator[None]:
     """Use one torch thread for a small model, whose products are too small to gain from more threads."""
@@ -420,66 +415,3 @@ def _threads_for(num_parameters: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@dataclass
-class _Interrupts:
-    """A record of whether a signal asked the compile to stop.
-
-    The exception that the signal handler raises may land in a `__del__` or a weakref's callback, where Python only
-    reports it (`told`). Therefore every stage, and the last step before the artifact appears, check this record too.
-    """
-
-    seen: bool = False
-
-    def handle(self, _number: int, _frame: Any) -> None:
-        self.seen = True
-        raise KeyboardInterrupt
-
-    def check(self) -> None:
-        if self.seen:
-            raise KeyboardInterrupt
-
-    def told(self, tell: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
-        """Return a hook that calls `tell` for every unraisable exception but the one that the signal handler raised.
-
-        The signal is answered when the record is checked next.
-        """
-
-        def hook(found: sys.UnraisableHookArgs) -> None:
-            if not (self.seen and found.exc_type is KeyboardInterrupt):
-                tell(found)
-
-        return hook
-
-    def checked(self, progress: Progress) -> Progress:
-        """Return `progress` with a check for a signal before each call."""
-
-        def report(stage: str, done: int, total: int) -> None:
-            self.check()
-            progress(stage, done, total)
-
-        return report
-
-
-@contextmanager
-def _interrupts() -> Iterator[_Interrupts]:
-    """Let SIGTERM and SIGINT unwind the compile, so that half-written files are removed.
-
-    Only the main thread may set signal handlers.
-    """
-    interrupts = _Interrupts()
-    usual: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    ours = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
-    if threading.current_thread() is not threading.main_thread():
-        ours = []
-    for number in ours:
-        signal.signal(number, interrupts.handle)
-    plain = sys.unraisablehook
-    sys.unraisablehook = interrupts.told(plain)
-    try:
-        yield interrupts
-    finally:
-        sys.unraisablehook = plain
-        for number in ours:
-            signal.signal(number, usual[number])

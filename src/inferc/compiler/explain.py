@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from inferc.backends.backend import Progress
 from inferc.backends.lower import LowerConfig, build_pipeline
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost.formulas import CostLog, extended
@@ -22,6 +21,7 @@ from inferc.frontend.checkpoint.load import Checkpoint, load_config
 from inferc.frontend.export import context_length
 from inferc.frontend.layers import layer_kinds, repetition, shortened
 from inferc.passes.pipeline import run_passes
+from inferc.system.progress import Progress
 from inferc.targets import Target
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ This module imports every stage, as certify.py does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ from inferc.frontend.checkpoint.load import load
 from inferc.ir.program import Program
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.load import load_engine
+from inferc.system.progress import Progress
 from inferc.system.resources import available_memory_bytes
 from inferc.targets import Target
 
 COPIES = 2  # copies of the model in float32 that memory must hold: Hugging Face's and the program's weights
-Report = Callable[[str, int, int], None]
 
 
-def verify(out: Path, model: str, report: Report) -> dict[str, Any]:
+def verify(out: Path, model: str, report: Progress) -> dict[str, Any]:
     """Compute an artifact's certificate again and return its rows as JSON.
 
     The keys are `ok`, `reason`, the kernels' `max_abs_error`, `kl`, `top1_agreement` and `greedy_equal`, `num_prompts`,

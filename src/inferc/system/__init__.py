@@ -1,1 +1,1 @@
-"""The machine and its operating system: files, memory, processors, environment variables, and log lines."""
+"""The machine and its operating system: files, memory, processors, signals, environment variables, logs, progress."""
