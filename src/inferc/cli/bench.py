@@ -23,7 +23,7 @@ from inferc.cli.common import (
     progress,
     say,
 )
-from inferc.cli.load import InputLen, OutputLen
+from inferc.cli.workload_options import InputLen, OutputLen
 from inferc.errors import ConfigError
 from inferc.targets import DEFAULT_TARGET
 

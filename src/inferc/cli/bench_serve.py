@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inferc.cli.common import INTERRUPTED, Isa, Json, Pin, Threads, print_json, progress, say
-from inferc.cli.load import (
+from inferc.cli.top import ApiKey, Ca
+from inferc.cli.workload_options import (
     Burstiness,
     BurstSize,
     InputLen,
@@ -33,7 +34,6 @@ from inferc.cli.load import (
     positive_numbers,
     workload,
 )
-from inferc.cli.top import ApiKey, Ca
 from inferc.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from inferc.cli.common import Isa, Json, Out, print_json, progress, say
-from inferc.cli.load import (
+from inferc.cli.workload_options import (
     Burstiness,
     BurstSize,
     InputLen,

@@ -36,7 +36,7 @@ from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
 from inferc.frontend.export import context_length
 from inferc.frontend.text.generation import eos_token_ids, generation_defaults
 from inferc.frontend.text.pooling import pooling
-from inferc.frontend.text.tokenizer import tokenizer_files
+from inferc.frontend.text.text_files import tokenizer_files
 from inferc.ir import program as program_lib
 from inferc.ir.program import Program
 from inferc.manifest import (

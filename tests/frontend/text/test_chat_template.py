@@ -14,7 +14,7 @@ from inferc.chat_form import ChatForm
 from inferc.errors import ArtifactError, RequestError
 from inferc.frontend.checkpoint.load import load
 from inferc.frontend.text.chat_template import golden_chats
-from inferc.frontend.text.tokenizer import tokenizer_files
+from inferc.frontend.text.text_files import tokenizer_files
 from inferc.runtime.text.tokenizer import Text
 
 

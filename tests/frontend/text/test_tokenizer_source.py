@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.frontend.text.golden_texts import GOLDEN_TEXTS
-from inferc.frontend.text.tokenizer import tokenizer_files
+from inferc.frontend.text.text_files import tokenizer_files
 from inferc.runtime.text.tokenizer import Detokenizer, Text
 
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from inferc.chat_form import ChatForm
 from inferc.errors import ConfigError, RequestError
 from inferc.frontend.checkpoint.load import load
-from inferc.frontend.text.tokenizer import tokenizer_files
+from inferc.frontend.text.text_files import tokenizer_files
 from inferc.runtime.text import control_tokens
 from inferc.runtime.text.control_tokens import CHOICES, ControlTokens
 from inferc.runtime.text.tokenizer import Text

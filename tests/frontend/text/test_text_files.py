@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.frontend.checkpoint.load import load, load_module
 from inferc.frontend.text.golden_texts import GOLDEN_TEXTS
-from inferc.frontend.text.tokenizer import tokenizer_files
+from inferc.frontend.text.text_files import tokenizer_files
 
 
 @pytest.fixture
