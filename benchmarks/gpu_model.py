@@ -35,7 +35,7 @@ from inferc.passes.lower.plan_memory import memory_plan
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.measure.bench import used_by_token
 from inferc.runtime.runners.cuda.driver import Driver
-from inferc.runtime.runners.cuda.memory import kv_available
+from inferc.runtime.runners.cuda.footprint import kv_available
 from inferc.runtime.runners.cuda.runner import CudaRunner
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.targets import Target

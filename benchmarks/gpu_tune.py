@@ -34,9 +34,9 @@ from inferc.codegen.triton.aot.source import COUNTS, Source
 from inferc.codegen.triton.aot.tuning import FOLDER, TILES, shape_of
 from inferc.errors import InfercError, UnsupportedError
 from inferc.runtime.runners.cuda import cublaslt
+from inferc.runtime.runners.cuda.capacity import MAX_SAMPLE_ROWS
 from inferc.runtime.runners.cuda.cublaslt import CublasLt
 from inferc.runtime.runners.cuda.driver import Driver
-from inferc.runtime.runners.cuda.memory import MAX_SAMPLE_ROWS
 
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b")
 KERNELS = ("linear", "linear_silu_mul", "qkv_rope_kv_write")

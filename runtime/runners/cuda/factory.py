@@ -12,7 +12,7 @@ from inferc.runtime.offload.disk import open_disk
 from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
 from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.engines import Engines, open_engines
-from inferc.runtime.runners.cuda.memory import kv_available
+from inferc.runtime.runners.cuda.footprint import kv_available
 from inferc.runtime.runners.cuda.runner import CudaRunner
 from inferc.runtime.runners.cuda.weights import placer
 

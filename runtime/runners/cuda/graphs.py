@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable
 from ctypes import c_void_p
 
-from inferc.runtime.runners.cuda import memory
+from inferc.runtime.runners.cuda.capacity import Capacity, buckets
 from inferc.runtime.runners.cuda.driver import Driver, OutOfMemory
 from inferc.runtime.runners.cuda.engines import NotCapturable
-from inferc.runtime.runners.cuda.inputs import Capacity
 from inferc.runtime.runners.cuda.launches import Launches
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ class StepGraphs:
         self._driver, self._stream, self._bind = driver, stream, bind
         # None: the device had no memory for the graph, or an engine cannot be captured.
         self._graphs: dict[tuple[Capacity, bool], c_void_p | None] = {}
-        self._buckets = memory.buckets(max_num_seqs)
+        self._buckets = buckets(max_num_seqs)
 
     @property
     def num_captured(self) -> int:

@@ -18,7 +18,7 @@ from inferc.manifest_types import Launches as StoredLaunches
 from inferc.runtime.runners.cuda.cublaslt import BoundProduct, CublasLt
 from inferc.runtime.runners.cuda.driver import Bound, Kernel
 from inferc.runtime.runners.cuda.engines import EngineCall, Engines, bind_call
-from inferc.runtime.runners.cuda.inputs import InputLayout
+from inferc.runtime.runners.cuda.input_layout import InputLayout
 
 Grids = dict[str, tuple[int, int, int]]
 Observe = Callable[[Launch, int, int], None]  # (launch, first row, number of rows)

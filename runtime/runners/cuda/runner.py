@@ -24,19 +24,22 @@ from inferc.errors import InfercError, RequestError, UnsupportedError
 from inferc.manifest_types import Launch
 from inferc.runtime.runners.api import Observer
 from inferc.runtime.runners.compiled import CompiledForCuda
-from inferc.runtime.runners.cuda import code, cublaslt, memory
+from inferc.runtime.runners.cpu.runner import NUMPY_DTYPES, Observer
+from inferc.runtime.runners.cuda import code, cublaslt
 from inferc.runtime.runners.cuda.blocks import Blocks
+from inferc.runtime.runners.cuda.capacity import Capacity, capacity_for, most_of_all, most_rows, sample_rows
 from inferc.runtime.runners.cuda.cublaslt import CublasLt
 from inferc.runtime.runners.cuda.device_memory import DeviceMemory
 from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.engines import Engines
+from inferc.runtime.runners.cuda.footprint import buffers, scratch_bytes
 from inferc.runtime.runners.cuda.graphs import StepGraphs
-from inferc.runtime.runners.cuda.inputs import Capacity
 from inferc.runtime.runners.cuda.launches import Addresses, Launches, Observe
 from inferc.runtime.runners.cuda.offload_copies import OffloadCopies
+from inferc.runtime.runners.cuda.output_layout import output_layout
 from inferc.runtime.runners.cuda.penalties import PenaltyCounts
 from inferc.runtime.runners.cuda.step_buffers import StepBuffers
-from inferc.runtime.runners.cuda.step_inputs import StepInputs, power_of_two
+from inferc.runtime.runners.cuda.step_inputs import StepInputs
 from inferc.runtime.runners.cuda.weights import placed_bytes
 from inferc.runtime.runners.nodes import NUMPY_DTYPES
 from inferc.runtime.step.limits import StepLimits, outside
@@ -89,9 +92,7 @@ class CudaRunner:
         )
         self._groups = artifact.kv_groups
         self._order = INVARIANT if config.deterministic else FAST
-        self._most = memory.most_of_all(self.max_num_tokens, self.max_num_seqs)
-        self._sample_rows = memory.sample_rows(self.max_num_seqs)
-        self._max_blocks = [-(-artifact.max_model_len // self.block_size)] * len(self._groups)
+        self._most = most_of_all(self.max_num_tokens, self.max_num_seqs)
         self._stream = driver.new_stream()
         self._memory = DeviceMemory(driver, self._stream)
         cubins = artifact.cubins
@@ -136,14 +137,14 @@ class CudaRunner:
         """Allocate all memory whose size does not depend on a step."""
         artifact, new = self._artifact, self._memory.new
         plan = artifact.program.memory_plan.arena
-        most = memory.most_rows(self._most, self.max_num_seqs)
+        most = most_rows(self._most, self.max_num_seqs)
         weights = new(placed_bytes(artifact.weights))
         arena = new(plan.num_bytes(most), poison=poison)
         counts = zip(self.num_blocks, self._groups, strict=True)
         caches = [new(count * self.block_size * group.bytes_per_token, poison=poison) for count, group in counts]
         scratch = {
-            name: new(memory.scratch_bytes(size, self._most, self.max_num_seqs), zero=True)
-            for name, size in memory.buffers(artifact, self._order == INVARIANT).items()
+            name: new(scratch_bytes(size, self._most, self.max_num_seqs), zero=True)
+            for name, size in buffers(artifact, self._order == INVARIANT).items()
         }
         state = {
             "last_ids": new(4 * self.max_num_seqs, zero=True),
@@ -154,11 +155,11 @@ class CudaRunner:
             self._stream,
             self._memory,
             self._most,
-            memory.sample_rows(self.max_num_seqs),
+            sample_rows(self.max_num_seqs),
             [-(-artifact.max_model_len // self.block_size)] * len(self._groups),
             self._shared_settings(),
         )
-        self._outputs = new(memory.output_layout(self._most.rows)["end"])
+        self._outputs = new(output_layout(self._most.rows)["end"])
         return Addresses(place_weights(self._driver, weights), caches, state, arena, plan, most, scratch, new(256))
 
     @property
@@ -182,7 +183,7 @@ class CudaRunner:
         return made
 
     def _new_buffers(self) -> list[StepBuffers]:
-        inputs, outputs = self._inputs.num_bytes, memory.output_layout(self._most.rows)["end"]
+        inputs, outputs = self._inputs.num_bytes, output_layout(self._most.rows)["end"]
         allocate, event = self._driver.allocate_host, self._driver.new_event
         return [StepBuffers(allocate(inputs), allocate(outputs), event()) for _ in range(IN_FLIGHT)]
 
@@ -213,7 +214,7 @@ class CudaRunner:
         shares = self._send(plan, step, capacity)
         if not (as_graph and self._graphs.run(capacity, shares)):
             self._bound(capacity).run(self._stream, _counts(plan), shares=shares, observe=self._observe_launch())
-        places = memory.output_layout(capacity.rows)
+        places = output_layout(capacity.rows)
         step.num_rows, step.places = len(plan.logits_rows), places
         step.num_logprobs = plan.sample.num_logprobs.tolist() if plan.sample.num_logprobs.any() else None
         step.wants_logprobs = plan.wants_logprobs
@@ -253,7 +254,7 @@ class CudaRunner:
             self._bound(capacity).run(
                 self._stream, _counts(plan), score=True, shares=shares, observe=self._observe_launch()
             )
-            places = memory.output_layout(capacity.rows)
+            places = output_layout(capacity.rows)
             self._driver.copy_out(step.outputs.ctypes.data, self._outputs, places["end"], self._stream)
             self._driver.wait(self._stream)
             logprobs = step.outputs[places["logprobs"] :].view(np.float32)[:rows].copy()
@@ -276,8 +277,8 @@ class CudaRunner:
             bucket = self._graphs.bucket_for(plan.num_seqs)
             if bucket is not None:
                 return bucket, True
-        tokens = min(power_of_two(plan.num_tokens), self._most.tokens)
-        rows = min(power_of_two(len(plan.logits_rows)), self._most.rows)
+        tokens = min(capacity_for(plan.num_tokens), self._most.tokens)
+        rows = min(capacity_for(len(plan.logits_rows)), self._most.rows)
         return Capacity(tokens, self._most.seqs, rows), False
 
     def _shared_settings(self) -> dict[int, tuple[int, int, int, int]]:
@@ -298,7 +299,7 @@ class CudaRunner:
 
     def _bound(self, capacity: Capacity) -> Launches:
         if capacity not in self._launches:
-            places = memory.output_layout(capacity.rows)
+            places = output_layout(capacity.rows)
             outputs = {name: self._outputs + at for name, at in places.items()}
             launches = self._artifact.program.launches
             self._launches[capacity] = Launches(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.runtime.runners.cuda.inputs import Capacity
+from inferc.runtime.runners.cuda.capacity import Capacity
 from inferc.runtime.step.limits import MAX_TOP_LOGPROBS
 from inferc.runtime.step.plan import Logprobs, StepResult
 

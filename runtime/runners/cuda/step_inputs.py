@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from inferc.runtime.runners.cuda import memory
+from inferc.runtime.runners.cuda.capacity import Capacity, align, capacity_for
 from inferc.runtime.runners.cuda.device_memory import DeviceMemory
 from inferc.runtime.runners.cuda.driver import Driver
-from inferc.runtime.runners.cuda.inputs import LISTS, Capacity, InputLayout
+from inferc.runtime.runners.cuda.input_layout import LISTS, InputLayout
 from inferc.runtime.runners.cuda.shared_prefixes import shared_prefixes
 from inferc.runtime.runners.cuda.step_buffers import StepBuffers
 from inferc.runtime.step.plan import I32, StepPlan, TokenLists
@@ -80,9 +80,9 @@ class StepInputs:
         arrays: list[Any] = [bias.token_ids, bias.values, banned.token_ids, allowed.token_ids]
         if not any(map(len, arrays)):
             return [self._lists] * 4
-        sizes = [memory.align(array.nbytes) for array in arrays]
+        sizes = [align(array.nbytes) for array in arrays]
         if sum(sizes) > self._lists_bytes:
-            num_bytes = power_of_two(sum(sizes))
+            num_bytes = capacity_for(sum(sizes))
             larger = self._device.new(num_bytes)
             self._driver.wait(self._stream)  # steps in flight read the old lists
             self._device.free(self._lists)
@@ -99,8 +99,3 @@ class StepInputs:
             at += size
         self._driver.copy_in(self._lists, joined.ctypes.data, at, self._stream)
         return addresses
-
-
-def power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least `count` and at least 64."""
-    return max(64, 1 << (count - 1).bit_length()) if count > 1 else 64

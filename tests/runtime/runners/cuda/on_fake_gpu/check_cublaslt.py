@@ -13,7 +13,7 @@ from lowered import make_plan
 from inferc.kv_groups import cache_groups
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.runners.cuda.cublaslt import WORKSPACE_BYTES
-from inferc.runtime.runners.cuda.memory import PAGE, footprint, kv_available
+from inferc.runtime.runners.cuda.footprint import PAGE, footprint, kv_available
 from inferc.runtime.step.plan import StepPlan
 
 LLAMA = f"llama{LIBRARY}"

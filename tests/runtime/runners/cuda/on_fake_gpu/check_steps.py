@@ -9,8 +9,8 @@ from fake_gpu import OTHER, PROMPT, TOLERANCE, Pair, opened, plans
 from lowered import make_plan
 
 from inferc.errors import RequestError
-from inferc.runtime.runners.cuda import memory, shared_prefixes
-from inferc.runtime.runners.cuda.inputs import Capacity
+from inferc.runtime.runners.cuda import footprint, shared_prefixes
+from inferc.runtime.runners.cuda.capacity import Capacity, buckets
 from inferc.runtime.step.plan import StepPlan
 
 
@@ -136,11 +136,11 @@ def test_a_graph_that_finds_no_memory_at_its_launch(
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_memory_is_planned_for_every_graph(deterministic: bool) -> None:
     with opened("llama", deterministic=deterministic) as made:
-        for size in memory.buckets(4):
+        for size in buckets(4):
             for shares in (False, True) if made.runner._inputs.sharing else (False,):
                 assert made.runner._graphs.find(Capacity(size, size, size), shares) is not None
-        planned = memory.footprint(made.artifact, 96, 4, deterministic).graphs
-        assert sum(map(len, made.fake.graphs())) * memory.GRAPH_LAUNCH_BYTES == planned
+        planned = footprint.footprint(made.artifact, 96, 4, deterministic).graphs
+        assert sum(map(len, made.fake.graphs())) * footprint.GRAPH_LAUNCH_BYTES == planned
 
 
 def test_blocks_pass_through_their_canonical_form(llama: Pair) -> None:

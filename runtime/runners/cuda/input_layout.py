@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from inferc.runtime.runners.cuda.capacity import Capacity
 from inferc.runtime.runners.cuda.shared_prefixes import SharedPrefixes
 from inferc.runtime.step.plan import SampleRows, StepPlan
 
@@ -33,15 +34,6 @@ DTYPES: dict[str, type[np.generic]] = {
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32),
     **dict.fromkeys(("seeds", "counters"), np.uint64),
 }
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """The most tokens, sequences and logits rows of a step."""
-
-    tokens: int
-    seqs: int
-    rows: int
 
 
 @dataclass(frozen=True)

@@ -6,33 +6,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from inferc.arena import ROW_ALIGNMENT, MostRows
 from inferc.codegen.triton.aot.launch import FAST, INVARIANT, RECORDS, SHARED
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
 from inferc.kv_groups import CacheGroup, CacheLimits, pools_bytes, pools_for_all
 from inferc.manifest_types import Scratch
 from inferc.runtime.runners.compiled import CompiledForCuda
+from inferc.runtime.runners.cuda.capacity import Capacity, align, buckets, most_of_all, most_rows, sample_rows
 from inferc.runtime.runners.cuda.cublaslt import WORKSPACE_BYTES
-from inferc.runtime.runners.cuda.inputs import Capacity, InputLayout
+from inferc.runtime.runners.cuda.input_layout import InputLayout
+from inferc.runtime.runners.cuda.output_layout import output_layout
 from inferc.runtime.runners.cuda.weights import placed_bytes
 from inferc.system.json_text import parse_json
 
-MAX_SAMPLE_ROWS = 256
 PAGE = 2 << 20  # bytes; the driver allocates memory in pieces of this size
 RESERVE_BYTES = 256 << 20  # for the kernels' code and stacks, and for the driver itself
 # The estimated bytes of a graph per launch in it. A step whose graph finds no memory runs without a graph.
 GRAPH_LAUNCH_BYTES = 16 << 10
 MIN_LEN = 16  # tokens of context that a setting must at least serve to be suggested
-
-
-def align(count: int, to: int = ROW_ALIGNMENT) -> int:
-    return -(-count // to) * to
-
-
-def sample_rows(max_num_seqs: int) -> int:
-    """Return how many rows of logits exist at a time."""
-    return min(MAX_SAMPLE_ROWS, align(max_num_seqs))
 
 
 @dataclass(frozen=True)
@@ -56,27 +47,6 @@ def scratch_bytes(size: Scratch, most: Capacity, max_num_seqs: int) -> int:
     """Return the bytes of a buffer that program.json's "scratch" describes."""
     rows = sample_rows(max_num_seqs)
     return size.const + size.per_token * most.tokens + size.per_seq * most.seqs + size.per_row * rows
-
-
-def most_rows(capacity: Capacity, max_num_seqs: int) -> MostRows:
-    """Return the row counts that the arena is sized for."""
-    return MostRows.of(capacity.tokens, capacity.rows, capacity.seqs, sample_rows(max_num_seqs))
-
-
-def most_of_all(max_num_tokens: int, max_num_seqs: int) -> Capacity:
-    """Return the capacity that the memory is sized for.
-
-    Scoring asks for a logits row per token, and a graph has room for more sequences than `max_num_seqs`.
-    """
-    tokens, seqs = align(max_num_tokens), align(max_num_seqs)
-    return Capacity(max(tokens, seqs), seqs, max(tokens, seqs))
-
-
-def buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the batch sizes for which steps have a graph: dense where padding would cost most of a step."""
-    sizes = [1, 2, 4, *range(8, 129, 8), *range(192, 1025, 64)]
-    fitting = [size for size in sizes if size < max_num_seqs]
-    return (*fitting, next((size for size in sizes if size >= max_num_seqs), sizes[-1]))
 
 
 def graphs_bytes(artifact: CompiledForCuda, max_num_seqs: int, deterministic: bool) -> int:
@@ -132,23 +102,6 @@ def workspace_bytes(artifact: CompiledForCuda, deterministic: bool) -> int:
 @lru_cache
 def _name_library(records: bytes) -> bool:
     return any(record.get("library") for record in parse_json(records))
-
-
-@lru_cache
-def output_layout(rows: int) -> dict[str, int]:
-    """Return the offset of each result for up to `rows` rows, and the total size as `end`.
-
-    The results are ids and what is reported of their probabilities.
-    """
-    from inferc.runtime.step.limits import MAX_TOP_LOGPROBS
-
-    sizes = {"token_ids": 1, "argmax": 1, "logprobs": 1, "ranks": 1}
-    sizes |= {"top_ids": MAX_TOP_LOGPROBS, "top_logprobs": MAX_TOP_LOGPROBS}
-    places, at = {}, 0
-    for name, width in sizes.items():
-        places[name] = at
-        at += align(4 * width * rows)
-    return {**places, "end": at}
 
 
 def kv_available(
