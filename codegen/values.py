@@ -76,10 +76,10 @@ class Values:
             stride,
             width,
             place.row_bytes,
-            self._shifted(node, place),
+            self._shifted(node),
         )
 
-    def _shifted(self, node: fx.Node, place: Place) -> bool:
+    def _shifted(self, node: fx.Node) -> bool:
         return bool(self.sampled) and node not in self.sampled
 
     def _with(self, source: Operand, column: int, width: int) -> Operand:

@@ -60,7 +60,7 @@ def check_capture(program: Program, checkpoint: Checkpoint, max_model_len: int |
         log.info("capture of %s checked on other weights", checkpoint.name)
         return
     num_layers = distinct_prefix(program)
-    model = _small_model(program, checkpoint, num_layers)
+    model = _small_model(checkpoint, num_layers)
     _check_positions(model, checkpoint.name)
     reader = _in_checkpoint_form(model, program)
     twin = Checkpoint(model.config, checkpoint.model_class, reader.tensors, reader)
@@ -101,7 +101,7 @@ def random_copy(
 
     It has at least `min_layers` layers, and inner sizes that can be cut in `parts`.
     """
-    model = _small_model(program, checkpoint, max(min_layers, distinct_prefix(program)), parts)
+    model = _small_model(checkpoint, max(min_layers, distinct_prefix(program)), parts)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
     model.config.dtype = DTYPES[dtype]
@@ -220,7 +220,7 @@ def _run_module(module: Any, name: str) -> Tensor:
 # ------------------------------------------------------------------------------------------- the small copy
 
 
-def _small_model(program: Program, checkpoint: Checkpoint, num_layers: int, parts: int = 1) -> Any:
+def _small_model(checkpoint: Checkpoint, num_layers: int, parts: int = 1) -> Any:
     """Build the model with `num_layers` layers and reduced sizes, in float32 with random weights, on the CPU."""
     inner = {name: max(limit, weight_lib.PANEL * parts) for name, limit in INNER.items()}
     all_limits, outer = VOCABULARY | WINDOWS | inner, VOCABULARY | WINDOWS

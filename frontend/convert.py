@@ -107,7 +107,7 @@ class Converter:
             shape = tuple(int(size) for size in node.meta["val"].shape)
             if shape:
                 name = f"{source.target}.{'x'.join(map(str, shape))}"
-                self.env[node] = self._get_attr(node, name, weight_lib.reshape(weight, shape), source.meta["layer"])
+                self.env[node] = self._get_attr(name, weight_lib.reshape(weight, shape), source.meta["layer"])
             return bool(shape)
         if op == "slice":
             return self._fold_slice(node, source, weight)
@@ -120,7 +120,7 @@ class Converter:
             first, second = (0, 1) if op == "t" else (int(node.args[1]), int(node.args[2]))  # type: ignore[arg-type]
             perm[first], perm[second] = perm[second], perm[first]
         name = f"{source.target}.{'_'.join(map(str, perm))}"
-        self.env[node] = self._get_attr(node, name, weight_lib.permute(weight, tuple(perm)), source.meta["layer"])
+        self.env[node] = self._get_attr(name, weight_lib.permute(weight, tuple(perm)), source.meta["layer"])
         return True
 
     def _fold_slice(self, node: fx.Node, source: fx.Node, weight: Weight) -> bool:
@@ -132,7 +132,7 @@ class Converter:
         if step != 1 or stop <= start:
             return False
         part = weight_lib.slice_(weight, dim, start, stop)
-        self.env[node] = self._get_attr(node, f"{source.target}.{dim}_{start}_{stop}", part, source.meta["layer"])
+        self.env[node] = self._get_attr(f"{source.target}.{dim}_{start}_{stop}", part, source.meta["layer"])
         return True
 
     def _weight(self, node: fx.Node, name: str) -> None:
@@ -157,14 +157,14 @@ class Converter:
         is_number = not node.meta["val"].dim()
         if is_number and not weight.shape:
             weight = weight_lib.reshape(weight, (1,))
-        new = self._get_attr(node, stable, weight, layer)
+        new = self._get_attr(stable, weight, layer)
         if is_number:  # a weight of a program has at least one axis, so the graph removes it again
             view = self.out.graph.call_function(aten.view.default, (new, []))
             self._describe(view, node, self.names.unique(f"{stable}.view"), layer)
             new = view
         self.env[node] = new
 
-    def _get_attr(self, node: fx.Node, name: str, weight: Weight, layer: int | None) -> fx.Node:
+    def _get_attr(self, name: str, weight: Weight, layer: int | None) -> fx.Node:
         if name not in self.weight_nodes:
             self.out.weights[name] = weight
             new = self.out.graph.get_attr(name)

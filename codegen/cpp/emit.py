@@ -132,8 +132,8 @@ def emit(
     hidden, logits = outputs(program)
     step_nodes = ancestors([hidden])
     sampled = frozenset(node for node in program.graph.nodes if node.op == "call_function" and node not in step_nodes)
-    step = _calls(program, Values(program, places), [n for n in program.graph.nodes if n in step_nodes], kernels)
-    head = _calls(program, Values(program, places, sampled), [n for n in program.graph.nodes if n in sampled], kernels)
+    step = _calls(Values(program, places), [n for n in program.graph.nodes if n in step_nodes], kernels)
+    head = _calls(Values(program, places, sampled), [n for n in program.graph.nodes if n in sampled], kernels)
     arena = _arena(program, pools)
     numbers: dict[fx.Node, int] = {}
     for call in [*step, *head]:
@@ -177,7 +177,7 @@ def _vocab_size(program: Program) -> int:
     return 0 if logits is None else int(logits.meta["val"].shape[1])
 
 
-def _calls(program: Program, values: Values, nodes: Sequence[fx.Node], kernels: tuple[Kernel, ...]) -> list[Call]:
+def _calls(values: Values, nodes: Sequence[fx.Node], kernels: tuple[Kernel, ...]) -> list[Call]:
     made = []
     for node in nodes:
         if node.op == "placeholder" and node.name == HIDDEN_IN:

@@ -399,7 +399,7 @@ def _replace(program: Program, found: _Attention) -> None:
     old = found.node
     dtype = old.meta["val"].dtype
     base = name_of(old).rpartition(".")[0]
-    slopes = None if found.slopes is None else _slopes_weight(program, found.slopes, old)
+    slopes = None if found.slopes is None else _slopes_weight(program, found.slopes)
     calls = Calls(program, old)
     k = calls.add(aten.transpose.int, found.k, 2, 3) if found.is_turned else found.k
     parts = [
@@ -417,7 +417,7 @@ def _replace(program: Program, found: _Attention) -> None:
     retype(program, result)
 
 
-def _slopes_weight(program: Program, slopes: Tensor, before: fx.Node) -> fx.Node:
+def _slopes_weight(program: Program, slopes: Tensor) -> fx.Node:
     """Return the weight of these slopes, which all layers with equal slopes share."""
     weight = weight_lib.constant(slopes)
     name = next((name for name, known in program.weights.items() if known == weight), None)

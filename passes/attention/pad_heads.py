@@ -70,7 +70,7 @@ def _pad(program: Program, node: fx.Node, size: int) -> None:
     for user in list(node.users):
         linear = _projection(user)
         if linear is not None:
-            _pad_columns(program, user, linear, padded, v_dim)
+            _pad_columns(program, user, linear, padded)
     if node.users:
         cut = pad.call(node, inferc.resize_heads.default, (padded, v_dim))
         node.replace_all_uses_with(cut)
@@ -168,7 +168,7 @@ def _projection(view: fx.Node) -> fx.Node | None:
     return linear if linear.args[0] is view and weight is not None and weight.op == "get_attr" else None
 
 
-def _pad_columns(program: Program, view: fx.Node, linear: fx.Node, padded: fx.Node, v_dim: int) -> None:
+def _pad_columns(program: Program, view: fx.Node, linear: fx.Node, padded: fx.Node) -> None:
     """Let `linear` read the padded heads, with zero columns for their zeros."""
     heads, size = (int(each) for each in padded.meta["val"].shape[1:])
     _, old, *bias = linear.args

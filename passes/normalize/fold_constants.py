@@ -35,7 +35,7 @@ class FoldConstants:
         count = 0
         for node, value in known.items():
             read = [user for user in node.users if user not in known]
-            if node.op != "call_function" or not read or not _computes(node, known):
+            if node.op != "call_function" or not read or not _computes(node):
                 continue
             if value.numel() * value.itemsize > MOST_BYTES:
                 no_rewrite(self.name, node, f"it has {value.numel()} elements")
@@ -68,7 +68,7 @@ def _value(program: Program, node: fx.Node, known: dict[fx.Node, Tensor]) -> Ten
     return made if isinstance(made, Tensor) and made.dtype == fake.dtype and made.shape == fake.shape else None
 
 
-def _computes(node: fx.Node, known: dict[fx.Node, Tensor]) -> bool:
+def _computes(node: fx.Node) -> bool:
     """Return whether a value is the result of arithmetic.
 
     A constant that is only rearranged is not folded, because other passes read it in that form.

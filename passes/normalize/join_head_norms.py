@@ -31,7 +31,7 @@ class JoinHeadNorms:
                 continue
             if any(part.target != inferc.layer_norm.default for part in parts):
                 continue
-            found = _whole(node, parts)
+            found = _whole(parts)
             if isinstance(found, str):
                 no_rewrite(self.name, node, found)
                 continue
@@ -42,7 +42,7 @@ class JoinHeadNorms:
         return count
 
 
-def _whole(node: fx.Node, parts: list[fx.Node]) -> fx.Node | str:
+def _whole(parts: list[fx.Node]) -> fx.Node | str:
     """Return the value whose heads the parts are, in order and all of them; otherwise why they are not."""
     heads: list[fx.Node] = [arguments(part)[0] for part in parts]
     source: Any = heads[0].args[0] if heads[0].args else None

@@ -97,8 +97,8 @@ def _stages(program: Program, first_layers: list[int]) -> Stage:
 
 def _keep(program: Program, stages: Stage, stage: int, pp: int) -> None:
     """Reduce `program` to that of one stage."""
-    entering = _crossing(program, stages, stage) if stage else None
-    leaving = _crossing(program, stages, stage + 1) if stage + 1 < pp else None
+    entering = _crossing(stages, stage) if stage else None
+    leaving = _crossing(stages, stage + 1) if stage + 1 < pp else None
     if entering is not None:
         last_input = program.inputs()[-1]
         with program.graph.inserting_after(last_input):
@@ -116,7 +116,7 @@ def _keep(program: Program, stages: Stage, stage: int, pp: int) -> None:
     program.info = {**program.info, "pp_stage": stage, "pp_size": pp}
 
 
-def _crossing(program: Program, stages: Stage, stage: int) -> fx.Node:
+def _crossing(stages: Stage, stage: int) -> fx.Node:
     """Return the one value that earlier stages compute from tokens and that `stage` or later ones read."""
     found = [
         node

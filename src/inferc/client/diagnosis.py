@@ -86,7 +86,7 @@ def diagnose(pages: Sequence[Page], model: str, round_trips: Sequence[float], ob
         _batch(whole, gauges, objectives),
         _cache(whole, pages),
         _network(whole, lag, rtt, failed, len(round_trips), objectives),
-        _device(whole, gauges),
+        _device(whole),
     )
     numbers = {
         "ttft_p90_ms": _number(1e3 * whole.quantile(TTFT, 0.9)),
@@ -245,7 +245,7 @@ def _network(whole: Change, lag: float, rtt: float, failed: int, tries: int, obj
     return Finding("network", "network", slow or lag > MAX_LAG_SECONDS, tuple(evidence), advice)
 
 
-def _device(whole: Change, gauges: _Gauges) -> Finding:
+def _device(whole: Change) -> Finding:
     """Report the device as the cause if no other was found: its steps are slow by themselves."""
     step = _ratio(whole.gain("inferc_device_busy_seconds_total"), whole.gain("inferc_steps_total"))
     evidence = [
