@@ -50,11 +50,6 @@ def capture(
     return program
 
 
-def forget_captures() -> None:
-    """Forget the captures that are kept, as is needed after a change of the code that captures."""
-    _KEPT.programs.clear()
-
-
 class _Kept:
     """A cache of the last captured programs, kept as text because whoever gets a program changes it."""
 

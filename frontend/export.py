@@ -14,7 +14,7 @@ from torch import Tensor
 from inferc.config import ContextLength
 from inferc.errors import ConfigError, ExportError, UnsupportedError
 from inferc.frontend.checkpoint.bind import bind
-from inferc.frontend.checkpoint.load import Checkpoint, load_module
+from inferc.frontend.checkpoint.load import Checkpoint
 from inferc.frontend.convert import Converter
 from inferc.frontend.repeat import trace_once
 from inferc.frontend.trace import torch_export as trace
@@ -29,11 +29,6 @@ aten = torch.ops.aten
 CHOICES = (aten.index.Tensor, aten.index_put.default)
 PICKS = (aten.nonzero.default, aten.masked_select.default)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def export_module(module: torch.nn.Module, dtype: str = "bfloat16", max_model_len: int | None = None) -> Program:
-    """Capture a transformers causal LM in memory without checks; `load_module(module).reader` reads its weights."""
-    return export_model(load_module(module), dtype, max_model_len)
 
 
 def export_model(checkpoint: Checkpoint, dtype: str = "bfloat16", max_model_len: int | None = None) -> Program:

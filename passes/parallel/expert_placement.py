@@ -66,15 +66,6 @@ def _fill_empty(placement: Placement, ep: int) -> Placement:
     return tuple(tuple(sorted(ranks)) for ranks in moved)
 
 
-def rank_loads(placement: Placement, loads: Sequence[float], ep: int) -> list[float]:
-    """Return the number of tokens that each rank computes if replicas share their expert's tokens evenly."""
-    total = [0.0] * ep
-    for ranks, load in zip(placement, loads, strict=True):
-        for rank in ranks:
-            total[rank] += load / len(ranks)
-    return total
-
-
 def placements(loads: ExpertLoads, ep: int, num_redundant: int = 0) -> dict[int, Placement]:
     """Return a balanced placement for each layer of a load profile."""
     return {layer: balanced(counts, ep, num_redundant) for layer, counts in loads.layers.items()}

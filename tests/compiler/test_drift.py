@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import export_module, generate_greedy, run_lowered
 from random_models import MOE_SIZES, SIZES
 from torch import Tensor
 
 from inferc.backends.lower import LowerConfig, lower
 from inferc.frontend.checkpoint.load import load_module
-from inferc.frontend.export import export_module
 from inferc.ir.program import Program, from_json, to_json
-from inferc.ir.reference import generate_greedy, run_lowered, weight_reader
+from inferc.ir.reference import weight_reader
 from inferc.passes.pipeline import PassRecord
 from inferc.targets import Target
 

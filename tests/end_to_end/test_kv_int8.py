@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
+from oracle import run_lowered
 from random_models import make_random_model
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from inferc.compiler.certify import run_kernels
 from inferc.config import CompileConfig
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
-from inferc.ir.reference import run_lowered, weight_reader
+from inferc.ir.reference import weight_reader
 from inferc.runtime.artifact.inspect import inspect_artifact
 from inferc.targets import Target
 

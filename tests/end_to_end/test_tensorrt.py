@@ -17,6 +17,7 @@ import transformers
 from fake_tensorrt import on_fake_gpu, plans_are_kept
 from families import DENSE, FAMILIES
 from greedy import greedy_of_hugging_face
+from oracle import run_lowered
 from random_models import make_random_model
 from real_gpu import chip, need_gpu
 from segment_runs import Roundings
@@ -34,7 +35,7 @@ from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
 from inferc.ir import reference
 from inferc.ir.program import Program
-from inferc.ir.reference import run_lowered, weight_reader
+from inferc.ir.reference import weight_reader
 from inferc.manifest import TENSORRT_LAYERS
 from inferc.passes.quantize.schemes import SCHEMES
 from inferc.targets import Target

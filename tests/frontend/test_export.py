@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from oracle import export_module
 from random_models import make_random_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
@@ -16,10 +18,11 @@ from torch import Tensor, fx
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig, ContextLength
 from inferc.errors import ConfigError, ExportError
+from inferc.frontend import capture as capture_module
 from inferc.frontend import export, repeat
-from inferc.frontend.capture import capture, forget_captures
+from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
-from inferc.frontend.export import context_length, export_model, export_module
+from inferc.frontend.export import context_length, export_model
 from inferc.frontend.reference import reference_logits, reference_model
 from inferc.ir import program as program_lib
 from inferc.ir import weights as weight_lib
@@ -232,7 +235,7 @@ def test_a_branch_on_the_number_of_tokens_is_refused(
         return found
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
-    forget_captures()
+    monkeypatch.setattr(capture_module._KEPT, "programs", OrderedDict())  # what was captured before is forgotten
     with pytest.raises(ExportError, match=message):
         capture(tiny_llama_folder, "float32", check=False)
 
@@ -264,7 +267,7 @@ def test_what_was_captured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return repeat.trace_once(model)
 
     monkeypatch.setattr(export, "trace_once", trace_once)
-    forget_captures()
+    monkeypatch.setattr(capture_module._KEPT, "programs", OrderedDict())  # what was captured before is forgotten
     first = capture(folder, "float32", 64, check=False)
     text = json.dumps(program_lib.to_json(first))
     first.graph.eliminate_dead_code()

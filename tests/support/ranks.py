@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from oracle import export_module
 from random_models import SIZES
 from torch import Tensor
 
 from inferc.backends.lower import LowerConfig
 from inferc.backends.partition import RankProgram, Ranks, partition, prepare
 from inferc.frontend.checkpoint.load import load_module
-from inferc.frontend.export import export_module
 from inferc.ir.program import Program
 from inferc.ir.reference import run_partitioned
 from inferc.targets import Target

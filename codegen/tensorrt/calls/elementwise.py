@@ -93,7 +93,6 @@ def gelu_mul(net: TensorRTNetwork, node: fx.Node) -> Tensor:
 UNARY = {"abs": "ABS", "erf": "ERF", "exp": "EXP", "floor": "FLOOR", "log": "LOG", "sqrt": "SQRT"}
 ACTIVATIONS = {"sigmoid": "SIGMOID", "tanh": "TANH"}
 BINARY = {"max": "MAX", "min": "MIN"}
-SPELLED = ("silu", "gelu", "gelu_tanh", "rsqrt", "where")
 _OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "SUM",
     ast.Sub: "SUB",

@@ -245,7 +245,10 @@ class CpuRunner:
         self._done(self._library.inferc_copy_slots(group, self._pools[group].ctypes.data, *arguments), "copy_slots")
 
     def pack_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
-        """Return blocks in canonical form: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale]."""
+        """Return blocks in canonical form: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale].
+
+        The form is equal for all targets and instruction sets; tests compare their layouts by it.
+        """
         out = np.zeros(self._canonical_shape(group, len(blocks)), NUMPY_DTYPES[self._groups[group].dtype])
         self._move("inferc_pack_blocks", group, blocks, out)
         return out

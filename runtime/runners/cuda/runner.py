@@ -323,7 +323,10 @@ class CudaRunner:
         self._blocks.copy_slots(group, source, target)
 
     def pack_blocks(self, group: int, blocks: I32) -> NDArray[Any]:
-        """Return blocks in canonical form: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale]."""
+        """Return blocks in canonical form: [blocks, layers, 2, block_size, num_kv_heads, head_dim and its scale].
+
+        The form is equal for all targets and instruction sets; tests compare their layouts by it.
+        """
         self._enter()
         return self._blocks.pack(group, blocks)
 

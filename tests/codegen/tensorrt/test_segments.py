@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import FAMILIES, by_turns
 from gpu_families import REFUSED
+from oracle import run_lowered
 from random_models import make_random_model
 from segment_runs import Roundings, networks, run_segments
 
@@ -21,7 +22,7 @@ from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import Checkpoint, load
 from inferc.ir import reference
 from inferc.ir.program import Program
-from inferc.ir.reference import run_lowered, weight_reader
+from inferc.ir.reference import weight_reader
 from inferc.targets import Target
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "models"

@@ -3,11 +3,11 @@ from typing import Any
 import pytest
 import torch
 from graphs import TOKENS, Example, example, random
+from oracle import export_module
 from paged import IDS, model, run_paged, sharing
 from random_models import SIZES
 
 from inferc.errors import UnsupportedError
-from inferc.frontend.export import export_module
 from inferc.ir.ops import visible
 from inferc.ir.program import target_name
 from inferc.kv_groups import KINDS

@@ -1,6 +1,7 @@
 """Experts placed on ranks: what each rank gets, where tokens go, and that together the ranks are the whole."""
 
 import textwrap
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from inferc.errors import ConfigError, UnsupportedError
 from inferc.ir.ops import expert_combine, expert_dispatch, run_ranks
 from inferc.ir.program import Program
 from inferc.ir.weights import read_whole
-from inferc.passes.parallel.expert_placement import Placement, balanced, contiguous, placements, rank_loads
+from inferc.passes.parallel.expert_placement import Placement, balanced, contiguous, placements
 from inferc.passes.parallel.partition_experts import partition_experts
 from inferc.passes.verify import verify
 
@@ -171,6 +172,15 @@ def test_stages_of_expert_ranks() -> None:
 
 
 # ----------------------------------------------------------------------------------------------- placement
+
+
+def rank_loads(placement: Placement, loads: Sequence[float], ep: int) -> list[float]:
+    """Return the number of tokens that each rank computes if replicas share their expert's tokens evenly."""
+    total = [0.0] * ep
+    for ranks, load in zip(placement, loads, strict=True):
+        for rank in ranks:
+            total[rank] += load / len(ranks)
+    return total
 
 
 def test_placement_by_load_lowers_the_largest_load() -> None:

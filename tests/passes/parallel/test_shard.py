@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from graphs import example, random
+from oracle import export_module
 from ranks import CONFIG, Model, random_module, run, weight_bytes
 
 from inferc.backends.lower import lower
 from inferc.backends.partition import Ranks, lower_ranks
 from inferc.errors import ConfigError, InfercError, UnsupportedError
-from inferc.frontend.export import export_module
 from inferc.ir.ops import all_gather, all_reduce, run_ranks
 from inferc.ir.program import Program
 from inferc.ir.weights import read_whole

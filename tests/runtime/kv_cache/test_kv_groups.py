@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from lowered import Compiled, Heads, Shape
+from oracle import generate_greedy
 
 from inferc.config import EngineConfig
-from inferc.ir.reference import generate_greedy
 from inferc.kv_groups import ChunkCacheGroup, WindowCacheGroup, cache_groups
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.runners.cpu import abi
