@@ -34,12 +34,24 @@ def test_first_lines(docstring: str, fault: str | None) -> None:
     assert fault is None or fault in found[0]
 
 
-def test_fields_and_stars(tmp_path: Path) -> None:
+def test_a_comment_of_two_fields(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
-    path.write_text(
-        "first = 1  # the bytes of a layer,\nsecond = 2  # of all layers\ncall(\n    *(first, second),\n)\n"
-    )
-    assert list(prose.faults(path)) == [
-        (1, "a comment goes on behind the next field"),
-        (4, "a starred tuple keeps arguments on a line"),
-    ]
+    path.write_text("first = 1  # the bytes of a layer,\nsecond = 2  # of all layers\n")
+    assert list(prose.faults(path)) == [(1, "a comment goes on behind the next field")]
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("call(\n    *(first, second),\n)", [2]),
+        ("call(1, *(first, (second, (third,))), last=4)", [1]),
+        ("every = [\n    *(\n        first,\n        second(third),\n    ),\n    fourth,\n]", [2]),
+        ("pairs = (*[1, 2], *{3}, *(4,))", [1, 1, 1]),
+        ("call(*((first,) if first else ()), *(each for each in every), *[each for each in every])", []),
+        ("zeros = (*(width,) * 2, *shape, *sizes(first))", []),
+    ],
+)
+def test_starred_tuples(tmp_path: Path, source: str, lines: list[int]) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert list(prose.faults(path)) == [(line, "a starred tuple keeps arguments on a line") for line in lines]

@@ -6,7 +6,8 @@
   imperative, or "The X of Y". It does not begin with a word that refers to the code around it, and it ends with a full
   stop.
 - A comment beside a field does not continue beside the next field.
-- No argument list contains `*(a, b),`, whose only purpose is to keep arguments on one line.
+- No call, list or tuple contains a starred one that is written out, `*(a, b)`: its elements could stand there by
+  themselves, and its only purpose is to keep them on one line.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ LEANING = (
     "Likewise",
 )
 LEANING_PHRASES = ("The same", "The other", "In place of", "By the", "To the", "For the same")
-STAR = re.compile(r"^\s*\*\([^()]*(\([^()]*\)[^()]*)*\),?$")
 
 
 def files(paths: list[str]) -> list[Path]:
@@ -70,6 +70,8 @@ def faults(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line number and the description of each fault in a file."""
     text = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Starred) and isinstance(node.value, (ast.Tuple, ast.List, ast.Set)):
+            yield node.lineno, "a starred tuple keeps arguments on a line"
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
             node
         ):
@@ -78,8 +80,6 @@ def faults(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((expression.lineno, fault) for fault in docstring_faults(str(expression.value.value)))
     lines = text.splitlines()
     for number, (line, after) in enumerate(zip(lines, [*lines[1:], ""], strict=False), 1):
-        if STAR.match(line):
-            yield number, "a starred tuple keeps arguments on a line"
         if _goes_on(line, after):
             yield number, "a comment goes on behind the next field"
 

@@ -117,13 +117,11 @@ def test_wrong_dtype_name(model: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *(
-            ("--target", "cuda:sm_75"),
-            ("--target", "tensorrt:sm_90"),
-            ("--dtype", "float16"),
-            ("--max-model-len", "0"),
-            ("--max-model-len", "99999"),
-        ),
+        ("--target", "cuda:sm_75"),
+        ("--target", "tensorrt:sm_90"),
+        ("--dtype", "float16"),
+        ("--max-model-len", "0"),
+        ("--max-model-len", "99999"),
         ("--quantize", "int4-awq"),
         ("--kv-dtype", "fp8"),
         ("--kv-dtype", "float16"),

@@ -37,11 +37,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("family", "scheme", "kv_dtype"),
     [
-        *(
-            ("qwen3", None, "auto"),
-            pytest.param("qwen3", "int8", "auto", marks=slow),
-            pytest.param("qwen3", None, "int8", marks=slow),
-        ),
+        ("qwen3", None, "auto"),
+        pytest.param("qwen3", "int8", "auto", marks=slow),
+        pytest.param("qwen3", None, "int8", marks=slow),
         *[pytest.param("qwen3", each, kv, marks=slow) for each in ("w8a8", "int4") for kv in ("auto", "int8")],
         *[pytest.param("qwen3_moe", each, "auto", marks=slow) for each in ("w8a8", "int4")],
     ],

@@ -58,7 +58,11 @@ def schemathesis(server: Server, examples: int, seed: int, folder: Path) -> int:
     """Runs it in a folder for its notes; the number of requests that it made."""
     checks = "not_a_server_error,content_type_conformance,negative_data_rejection,unsupported_method"
     command = [
-        *(str(environment("schemathesis") / "schemathesis"), "run", f"{server.url}/openapi.json", "--checks", checks),
+        str(environment("schemathesis") / "schemathesis"),
+        "run",
+        f"{server.url}/openapi.json",
+        "--checks",
+        checks,
         "--max-examples",
         str(examples),
         "--seed",

@@ -17,7 +17,9 @@ MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
 def test_guidellm(url: str, tiny_artifact: Path, tmp_path: Path, route: str) -> None:
     requests, output_len = 12, 8
     command = [
-        *(str(environment("guidellm") / "guidellm"), "run", "--disable-console-interactive"),
+        str(environment("guidellm") / "guidellm"),
+        "run",
+        "--disable-console-interactive",
         "--backend",
         f"kind=openai_http,target={url},model={tiny_artifact.name},request_format={route}",
         "--tokenizer",

@@ -295,9 +295,7 @@ def int8_write_cases() -> Iterator[Case]:
         heads_of = [each.view(tokens, -1, dim) for each in (q, k, v)]
         rotated, cache = ops.rope_kv_write(*heads_of, table, canonical, slots, LAYER, pairs)
         strides = (heads * dim, kv_heads * dim, kv_heads * dim, 2 * half, heads * dim)
-        source = rope_kv_write(
-            *(dtype_name(dtype), heads, kv_heads, dim, half, pairs, strides, LAYERS, 16), int8_kv=True
-        )
+        source = rope_kv_write(dtype_name(dtype), heads, kv_heads, dim, half, pairs, strides, LAYERS, 16, int8_kv=True)
         tensors = {
             "q_ptr": q,
             "k_ptr": k,

@@ -86,7 +86,11 @@ def plain(name: str) -> Example:
 
 EXPRESSIONS = [
     *[f"{name}(x0)" for name in ("abs", "erf", "exp", "floor", "gelu", "gelu_tanh", "sigmoid", "silu", "tanh")],
-    *("log(abs(x0) + 1.5)", "rsqrt(abs(x0) + 0.5)", "sqrt(abs(x0))", "max(x0, 0.25)", "min(x0, x1)"),
+    "log(abs(x0) + 1.5)",
+    "rsqrt(abs(x0) + 0.5)",
+    "sqrt(abs(x0))",
+    "max(x0, 0.25)",
+    "min(x0, x1)",
     "where(x0 > x1, x0, 0.0)",
     "where(x0 < 0.5, x1 / 3.0, -x0)",
     "t0 = tanh(x0 / 30.0); t0 * t0 - x1",

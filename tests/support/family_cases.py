@@ -50,12 +50,10 @@ def norm_parts_cases() -> Iterator[Case]:
         else:
             expected = ops.rms_norm(as_parts, weight, 1e-5, 1.0, how == 1)
         source = norm_parts(
-            *(
-                dtype_name(dtype),
-                "rows",
-                (parts, width),
-                (packed.stride(0), *(parts * width,) * 2, width if own else 0),
-            ),
+            dtype_name(dtype),
+            "rows",
+            (parts, width),
+            (packed.stride(0), *(parts * width,) * 2, width if own else 0),
             1e-5,
             weight_order(how > 0, how == 1),
             offset=0.0 if centers else 1.0,
@@ -104,7 +102,9 @@ def pointwise_cases() -> Iterator[Case]:
     one, each = numbers(5, 1, dtype=BF16), numbers(5, 4, dtype=BF16)
     weight, of_parts = numbers(24, dtype=BF16), numbers(4, 1)
     yield _pointwise(
-        *("gate of a row", "x2 + (sigmoid(x0) * x1)", [one, gate, up]),
+        "gate of a row",
+        "x2 + (sigmoid(x0) * x1)",
+        [one, gate, up],
         [(1, 0, 0), *plain],
         BF16,
         (1, 96),
@@ -146,17 +146,21 @@ def rope_cases() -> Iterator[Case]:
         (F32, 1, 1, 2, 1, "halves"),
         (BF16, 5, 4, 64, 32, "halves"),
         (BF16, 3, 2, 80, 16, "halves"),
-        *(
-            (BF16, 3, 2, 64, 16, "neighbours"),
-            (F32, 4, 3, 24, 12, "neighbours_to_halves"),
-            (F16, 2, 1, 40, 4, "halves"),
-        ),
+        (BF16, 3, 2, 64, 16, "neighbours"),
+        (F32, 4, 3, 24, 12, "neighbours_to_halves"),
+        (F16, 2, 1, 40, 4, "halves"),
     ):
         packed = numbers(rows, (heads + 1) * dim, dtype=dtype)
         x = packed[:, dim:]
         table = ops.rope_table(torch.arange(rows) * 31, 100.0 ** -(torch.arange(half) / half), 1.0)
         source = rope_apply(
-            *(dtype_name(dtype), "tokens", heads, dim, half, pairs, (packed.stride(0), 2 * half, heads * dim)),
+            dtype_name(dtype),
+            "tokens",
+            heads,
+            dim,
+            half,
+            pairs,
+            (packed.stride(0), 2 * half, heads * dim),
             ("x_ptr",) if misaligned(x) else (),
         )
         out = empty(rows, heads * dim, dtype=dtype)

@@ -68,7 +68,12 @@ def linear_cases() -> Iterator[Case]:
             expected = x.float() @ weight.float().T + (0.0 if shift is None else shift.float())
             expected = expected.to(out_dtype) if residual is None else residual + expected.to(out_dtype)
         source = linear(
-            *(dtype_name(dtype), dtype_name(out_dtype), "tokens", n, k, (x.stride(0), n + 8, n)),
+            dtype_name(dtype),
+            dtype_name(out_dtype),
+            "tokens",
+            n,
+            k,
+            (x.stride(0), n + 8, n),
             bias,
             adds,
             up_to,

@@ -161,11 +161,9 @@ def to_pool(canonical: Tensor) -> Tensor:
 
 def rope_kv_write_cases() -> Iterator[Case]:
     for dtype, tokens, heads, kv_heads, dim, half, pairs, how in (
-        *(
-            (F32, 1, 1, 1, 2, 1, "halves", 0),
-            (BF16, 5, 4, 2, 64, 32, "halves", 0),
-            (BF16, 3, 8, 1, 80, 16, "halves", 1),
-        ),
+        (F32, 1, 1, 1, 2, 1, "halves", 0),
+        (BF16, 5, 4, 2, 64, 32, "halves", 0),
+        (BF16, 3, 8, 1, 80, 16, "halves", 1),
         (BF16, 4, 2, 2, 64, 16, "neighbours", 0),
         (F32, 3, 6, 3, 24, 12, "neighbours_to_halves", 2),
     ):
@@ -192,7 +190,12 @@ def rope_kv_write_cases() -> Iterator[Case]:
             half,
             pairs,
             (stride, stride, stride, 2 * half, heads * dim),
-            *(2, 4, 1e-6, 1.0, how, tuple(name for name, value in given.items() if misaligned(value))),
+            2,
+            4,
+            1e-6,
+            1.0,
+            how,
+            tuple(name for name, value in given.items() if misaligned(value)),
         )
         tensors = {
             **given,

@@ -115,7 +115,11 @@ class Pool:
             lengths.shape[0],
             case.heads,
             *how,
-            *(partials, partials.numel(), mass_from, masses, *(() if slopes is None else (slopes,))),
+            partials,
+            partials.numel(),
+            mass_from,
+            masses,
+            *(() if slopes is None else (slopes,)),
         )
         return out
 

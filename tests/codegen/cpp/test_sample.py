@@ -92,7 +92,9 @@ class Sampler:
             np.full(count, -1, np.int32),
             np.zeros(count, np.uint8),
             np.zeros(count, np.float32),
-            *(np.zeros(count, np.int32), np.zeros((count, NUM_TOP), np.int32), np.zeros((count, NUM_TOP), np.float32)),
+            np.zeros(count, np.int32),
+            np.zeros((count, NUM_TOP), np.int32),
+            np.zeros((count, NUM_TOP), np.float32),
         )
         results: dict[str, NDArray[Any]] = {"token_ids": out.token, "failed": out.failed, "logprobs": out.logprob}
         results |= {"ranks": out.rank, "top_ids": out.top_ids, "top_logprobs": out.top}
@@ -425,12 +427,10 @@ def test_thresholds_equal_those_of_a_sort(kernels: Kernels, by_mass: bool) -> No
     source = np.random.default_rng(1)
     for size in (1, 2, 7, 16, 33, 1000):
         for values in (
-            *(
-                source.random(size),
-                source.integers(0, 4, size),
-                np.full(size, 0.25),
-                2.0 ** -source.integers(0, 148, size),
-            ),
+            source.random(size),
+            source.integers(0, 4, size),
+            np.full(size, 0.25),
+            2.0 ** -source.integers(0, 148, size),
             *(() if by_mass else (source.standard_normal(size) * 1e38, -(2.0 ** -source.integers(0, 148, size)))),
         ):
             numbers = np.asarray(values, np.float32)

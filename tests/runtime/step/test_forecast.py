@@ -24,7 +24,12 @@ PRICES = (4e-3, 2e-5, 1e-4, 3e-8, 5e-9)
 def answered(prompt: list[int], length: int, max_tokens: int = 1000, **params: object) -> Sequence:
     ids = [*prompt, *([1] * length)]
     return Sequence(
-        *("", 0, 0, len(prompt), ids, SamplingParams(max_tokens=max_tokens, **params)),  # type: ignore[arg-type]
+        "",
+        0,
+        0,
+        len(prompt),
+        ids,
+        SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
         0,
         len(prompt) + max_tokens,
         frozenset({0}),

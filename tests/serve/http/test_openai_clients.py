@@ -154,7 +154,10 @@ def test_lm_eval_reads_loglikelihoods(url: str, served: str, tiny_artifact: Path
             "tokenizer_backend=remote,tokenized_requests=True"
         )
         command = [
-            *(str(environment("lm-eval") / "lm_eval"), "run", "--model", "local-completions"),
+            str(environment("lm-eval") / "lm_eval"),
+            "run",
+            "--model",
+            "local-completions",
             "--model_args",
             arguments,
             "--batch_size",
