@@ -3,10 +3,9 @@
 import ctypes
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from threading import Barrier, BrokenBarrierError
+from threading import Event, Lock, get_ident
 from typing import Any
 
 import pytest
@@ -44,15 +43,35 @@ def test_a_cache_that_cannot_be_written(
     assert build([Unit(SOURCE % 2)], (), ("avx2",))["avx2"] == library
 
 
+class Meeting:
+    """A lock that tells when two threads have come, to the lock or to what it guards."""
+
+    def __init__(self) -> None:
+        self.lock, self.threads, self.both = Lock(), set[int](), Event()
+
+    def come(self) -> None:
+        self.threads.add(get_ident())
+        if len(self.threads) == 2:
+            self.both.set()
+
+    def __enter__(self) -> None:
+        self.come()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
 def test_threads_that_build_at_once_share_their_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were there a folder for each, the one that nobody keeps would be removed while a compiler writes to it."""
-    original, both = tempfile.TemporaryDirectory, Barrier(2)
+    original, meeting = tempfile.TemporaryDirectory, Meeting()
 
     def made(**options: Any) -> tempfile.TemporaryDirectory[str]:
-        with suppress(BrokenBarrierError):  # as where one thread alone comes here
-            both.wait(0.2)
+        meeting.come()
+        assert meeting.both.wait(60), "the other thread has come neither to the lock nor here"
         return original(**options)
 
+    monkeypatch.setattr(cpp_build, "_scratch_lock", meeting)
     monkeypatch.setattr(cpp_build, "_make_scratch", lru_cache(maxsize=1)(cpp_build._make_scratch.__wrapped__))
     monkeypatch.setattr(tempfile, "TemporaryDirectory", made)
     with ThreadPoolExecutor(2) as threads:

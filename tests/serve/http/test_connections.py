@@ -31,6 +31,22 @@ class Open:
     def __init__(self, address: Any, places: Connections) -> None:
         self.address, self.places = address, places
         self.writers: list[asyncio.StreamWriter] = []
+        self.changed = asyncio.Event()  # one came to the endpoint, or left it
+        for name in ("came", "left"):
+            setattr(places, name, self._telling(getattr(places, name)))
+
+    def _telling(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any) -> Any:
+            self.changed.set()
+            return change(*args)
+
+        return told
+
+    async def until(self, num_places: int) -> None:
+        """Wait until so many connections are open at the endpoint."""
+        while len(self.places) != num_places:
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 30)
 
     async def __call__(self, sent: bytes) -> asyncio.StreamReader:
         connection = socket.create_connection(self.address)
@@ -317,10 +333,8 @@ def test_who_never_reads_holds_no_place(soon: None) -> None:
         connection = socket.create_connection(opened.address)
         with connection:
             connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
-            while not opened.places:
-                await asyncio.sleep(0)
-            while opened.places:
-                await asyncio.sleep(0)
+            await opened.until(1)
+            await opened.until(0)
 
     with_application(Early(32 << 20), 8, work)
 
@@ -398,32 +412,23 @@ def test_nothing_is_left_of_a_client_that_resets() -> None:
     app.open["/first"].set()
 
     async def work(opened: Open) -> None:
+        before = asyncio.all_tasks()
         for rest in (b"", post("/second", 0) + post("/third", 0)):
             client = socket.create_connection(opened.address)
             client.sendall(post("/first", 0) + rest)
-            client.settimeout(0)
-            while not _has_come(client):
-                await asyncio.sleep(0)
+            client.setblocking(False)
+            assert b"200 OK" in await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1 << 16), 30)
             if rest:
                 await app.asked["/second"].wait()
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()
-            while opened.places:
-                await asyncio.sleep(0)
+            await opened.until(0)
         app.open["/second"].set()
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await asyncio.wait(asyncio.all_tasks() - before, timeout=30)
         gc.collect()
         assert not [each for each in gc.get_objects() if isinstance(each, http_protocol.Protocol)]
 
     with_application(app, 8, work)
-
-
-def _has_come(client: socket.socket) -> bool:
-    try:
-        return b"200 OK" in client.recv(1 << 16)
-    except BlockingIOError:
-        return False
 
 
 class Pairs(ExitStack):

@@ -253,6 +253,8 @@ def test_bodies_of_all_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         assert (await receive())["more_body"]
         held.append(scope)
+        if len(held) == 2:
+            are_held.set()
         await let_go.wait()
 
     async def ask() -> list[Any]:
@@ -270,8 +272,7 @@ def test_bodies_of_all_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def work() -> None:
         first = [asyncio.create_task(ask()) for _ in range(2)]
-        while len(held) < 2:
-            await asyncio.sleep(0)
+        await asyncio.wait_for(are_held.wait(), 30)
         refused = await ask()
         assert refused[0]["status"] == 503 and (b"retry-after", b"1") in refused[0]["headers"]
         let_go.set()
@@ -279,6 +280,6 @@ def test_bodies_of_all_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         assert await ask() == [] and len(held) == 3
 
     held: list[Any] = []
-    let_go = asyncio.Event()
+    let_go, are_held = asyncio.Event(), asyncio.Event()
     edge = Edge(app, 100, Access())
     asyncio.run(work())
