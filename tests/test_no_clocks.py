@@ -18,12 +18,28 @@ CLOCKS = {
     *[f"datetime.datetime.{name}" for name in ("now", "today", "utcnow")],
     "datetime.date.today",
 }
+# The calls that wait, and the place of the limit of each among its arguments where it has no name. A limit that is
+# shorter than LEAST_LIMIT_SECONDS is a sleep where it is to run out, else too short for a machine that has much to do.
+LIMITED: dict[str, int | None] = {
+    **dict.fromkeys(("acquire", "wait_for"), 1),
+    **dict.fromkeys(("call_later", "join", "poll", "result", "settimeout", "wait"), 0),
+    **dict.fromkeys(("communicate", "exception", "get"), None),
+    "asyncio.timeout": 0,
+    "asyncio.wait": None,
+    "asyncio.wait_for": 1,
+    "concurrent.futures.wait": 1,
+    "select.select": 3,
+}
+LEAST_LIMIT_SECONDS = 5
+VIRTUAL = {"asyncio.sleep", "asyncio.timeout", "asyncio.wait", "asyncio.wait_for", "call_later", "time.monotonic"}
+IN_MILLISECONDS = ("poll",)  # as ZeroMQ's
 IN_PROGRAMS = re.compile(r"\btime\.(?:sleep|monotonic|perf_counter|time)(?:_ns)?\(|\basyncio\.sleep\((?!0\))")
 # A file that has any of it has one of these words.
-WORDS = re.compile(r"\b(?:sleep|import time|from time|time\.|Timer|datetime)\b")
+WORDS = re.compile(rf"\b(?:sleep|import time|from time|time\.|Timer|datetime|select|timeout|{'|'.join(LIMITED)})\b")
 # The file and the function, and why it may.
 EXCEPTIONS = {
     "cli/test_top_and_doctor.py::far_away.pump": "it stands for a slow network: the time that passes is what is found",
+    "serve/http/test_acceptor.py::House.until": "what the system does with sockets sends the event loop no event",
     "support/certificates.py::_builder": "a certificate is valid from now on",
     "support/fake_runner.py::make_engine": "the clock of an engine, where the test gives it no other",
     "support/scripted_models.py::until": "those who call it run on virtual time",
@@ -34,7 +50,7 @@ EXCEPTIONS = {
 def uses(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield the function and the name of each clock and pause in a file, also of those in the text of a program."""
     names = imported(tree)
-    virtual = {"asyncio.sleep", "time.monotonic"} if is_virtual(tree, names) else set()
+    virtual = VIRTUAL if is_virtual(tree, names) else set()
     yield from ((where, found) for where, found in _uses(tree, names, ()) if found not in virtual)
 
 
@@ -50,6 +66,10 @@ def _uses(node: ast.AST, names: dict[str, str], inside: tuple[str, ...]) -> Iter
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         inside = (*inside, node.name)
     where = ".".join(inside)
+    if waits := is_pause(node, names):
+        yield where, waits
+    if is_busy_loop(node, names):
+        yield where, "a busy loop"
     if isinstance(node, ast.Call) and full_name(node.func, names) == "asyncio.sleep":
         if [ast.unparse(each) for each in node.args] != ["0"]:
             yield where, "asyncio.sleep"
@@ -59,6 +79,47 @@ def _uses(node: ast.AST, names: dict[str, str], inside: tuple[str, ...]) -> Iter
         yield where, name
     for child in ast.iter_child_nodes(node):
         yield from _uses(child, names, inside)
+
+
+def is_pause(node: ast.AST, names: dict[str, str]) -> str:
+    """Return the name of a call that waits, if its limit is written there and is shorter than limits are; else ""."""
+    if not isinstance(node, ast.Call):
+        return ""
+    name = full_name(node.func, names)
+    if name not in LIMITED:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    if name not in LIMITED:
+        return ""
+    place = LIMITED[name]
+    found = [each.value for each in node.keywords if each.arg in ("timeout", "delay")]
+    found += [] if place is None else node.args[place : place + 1]
+    least = LEAST_LIMIT_SECONDS * (1000 if name in IN_MILLISECONDS else 1)
+    is_short = any(isinstance(each, ast.Constant) and 0 < (number_of(each) or 0) < least for each in found)
+    return name if is_short else ""
+
+
+def number_of(node: ast.Constant) -> float | None:
+    is_number = isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
+    return float(node.value) if is_number else None  # type: ignore[arg-type]
+
+
+def is_busy_loop(node: ast.AST, names: dict[str, str]) -> bool:
+    """Return whether a loop looks in each turn of the event loop whether it may end."""
+    if not isinstance(node, (ast.For, ast.While)):
+        return False
+    within = list(_within(node))
+    ends = isinstance(node, ast.While) and not isinstance(node.test, ast.Constant)
+    ends |= any(isinstance(each, (ast.Return, ast.Break)) for each in within)
+    calls = [each for each in within if isinstance(each, ast.Call) and full_name(each.func, names) == "asyncio.sleep"]
+    return ends and any([ast.unparse(each) for each in call.args] == ["0"] for call in calls)
+
+
+def _within(loop: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a loop that are not in a loop or a function within it."""
+    for child in ast.iter_child_nodes(loop):
+        yield child
+        if not isinstance(child, (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from _within(child)
 
 
 def imported(tree: ast.Module) -> dict[str, str]:
@@ -117,6 +178,22 @@ def test_every_exception_is_still_one(found: dict[str, list[str]]) -> None:
         ("import asyncio\nfrom virtual_time import run\nasyncio.run(asyncio.sleep(1))", ["asyncio.sleep"]),
         ("PROGRAM = 'import time; time.sleep(60)'", ["time.sleep(…) in a text"]),
         ("PROGRAM = f'''import time\nend = {1} + time.monotonic()'''", ["time.monotonic(…) in a text"]),
+        ("assert not event.wait(0.2)", ["wait"]),
+        ("assert event.wait(60) and not event.wait(0) and event.wait(timeout)", []),
+        ("from subprocess import Popen\nPopen('x').wait(timeout=1)", ["wait"]),
+        ("socket.poll(50)\nsocket.poll(0)\nsocket.poll(20_000)", ["poll"]),
+        ("queue.get(timeout=1)\nnumbers.get('x', 1)\nqueue.get(timeout=20)", ["get"]),
+        ("', '.join(names)\nthread.join(0.5)", ["join"]),
+        ("future.result(1)\nlock.acquire(True, 1)\nlock.acquire(False)", ["result", "acquire"]),
+        ("import asyncio\nasync def f(): await asyncio.wait_for(g(), 0.1)", ["asyncio.wait_for"]),
+        ("import asyncio\nasync def f(): await asyncio.wait({g()}, timeout=1)", ["asyncio.wait"]),
+        ("from asyncio import wait\nfrom virtual_time import run\nasync def f(): await wait({g()}, timeout=1)", []),
+        ("from select import select\nselect([a], [], [], 1)", ["select.select"]),
+        ("loop.call_later(0.01, print)", ["call_later"]),
+        ("import asyncio\nasync def f():\n while not done: await asyncio.sleep(0)", ["a busy loop"]),
+        ("import asyncio\nasync def f():\n for _ in r:\n  if x: return\n  await asyncio.sleep(0)", ["a busy loop"]),
+        ("import asyncio\nasync def f():\n for _ in range(9): await asyncio.sleep(0)", []),
+        ("import asyncio\nasync def f():\n while True: await asyncio.sleep(0)", []),
         ("def model(time): return time.sleep", []),
         ("import time\nmonkeypatch.setattr(time, 'sleep', pauses.append)", []),
     ],
