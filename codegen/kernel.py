@@ -41,7 +41,7 @@ class Kernel:
         return not self.why_not(node, target)
 
     def load_emit(self) -> Callable[..., Any]:
-        """Return the function that makes the call of this kernel: as text (cpp) or as a launch (triton)."""
+        """Return the function that makes a kernel's call: C++ text, Triton launches, ONNX nodes or TensorRT layers."""
         if callable(self.emit):
             return self.emit
         module, _, name = self.emit.partition(":")

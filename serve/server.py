@@ -86,7 +86,7 @@ class ServeConfig:
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody may send requests, which is allowed because only this machine reaches the server."""
+        """True if anybody may send requests, which is allowed because only this machine reaches the server."""
         return self.api_keys is None and self.tls_client_ca is None and not self.insecure
 
     def _check_access(self) -> None:

@@ -1,4 +1,4 @@
-"""How the KV memory is shared out between groups, by hand and as properties."""
+"""The sharing of the KV memory between groups, by hand and as properties."""
 
 from __future__ import annotations
 

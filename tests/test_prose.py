@@ -23,6 +23,10 @@ def test_the_project_has_no_faults() -> None:
         ("inferc explain: what the compiler did.", None),
         ("Of weights for which there is a kernel.", "begins with 'Of'"),
         ("What came of a load.", "begins with 'What'"),
+        ("Whether a step has anything to do.", "begins with 'Whether'"),
+        ("How many layers each trace had.", "begins with 'How'"),
+        ("Return whether a step has anything to do.", None),
+        ("True if a step has anything to do.", None),
         ("The same of a text that is no sequence.", "begins with 'The'"),
         ("and those that wait.", "in the middle of a sentence"),
         ("Return the blocks", "has no end"),
@@ -32,6 +36,27 @@ def test_first_lines(docstring: str, fault: str | None) -> None:
     found = list(prose.docstring_faults(docstring))
     assert len(found) == (fault is not None)
     assert fault is None or fault in found[0]
+
+
+def test_docstrings_of_all_kinds_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        '''"""What is here."""
+LIMIT = 3
+"""What is the most."""
+
+class Row:
+    """What is one."""
+    size: int
+    """What it takes."""
+    name: str = "What is no docstring"
+
+    def __len__(self) -> int:
+        """What it has."""
+        return self.size
+'''
+    )
+    assert sorted(line for line, _ in prose.faults(path)) == [1, 3, 6, 8, 12]
 
 
 def test_a_comment_of_two_fields(tmp_path: Path) -> None:

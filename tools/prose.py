@@ -2,9 +2,9 @@
 
 `python tools/prose.py [PATH …]` lists faults by file and line. The rules:
 
-- The first line of a docstring is a full sentence that stands alone, for a reader who finds it by search: an
-  imperative, or "The X of Y". It does not begin with a word that refers to the code around it, and it ends with a full
-  stop.
+- The first line of a docstring, also of one below a field or a constant, is a full sentence that stands alone, for a
+  reader who finds it by search: an imperative, or "The X of Y". It does not begin with a word that refers to the code
+  around it, and it ends with a full stop.
 - A comment beside a field does not continue beside the next field.
 - No call, list or tuple contains a starred one that is written out, `*(a, b)`: its elements could stand there by
   themselves, and its only purpose is to keep them on one line.
@@ -37,7 +37,9 @@ LEANING = (
     "As",
     "What",
     "Where",
+    "Whether",
     "Which",
+    "How",
     "Those",
     "That",
     "It",
@@ -72,12 +74,8 @@ def faults(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Starred) and isinstance(node.value, (ast.Tuple, ast.List, ast.Set)):
             yield node.lineno, "a starred tuple keeps arguments on a line"
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
-            node
-        ):
-            expression = node.body[0]
-            assert isinstance(expression, ast.Expr) and isinstance(expression.value, ast.Constant)
-            yield from ((expression.lineno, fault) for fault in docstring_faults(str(expression.value.value)))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield from ((node.lineno, fault) for fault in docstring_faults(node.value.value))
     lines = text.splitlines()
     for number, (line, after) in enumerate(zip(lines, [*lines[1:], ""], strict=False), 1):
         if _goes_on(line, after):

@@ -126,7 +126,7 @@ class Product:
 
     @property
     def widens(self) -> bool:
-        """Whether the weight is widened to the rows' type in the first-level cache."""
+        """True if the weight is widened to the rows' type in the first-level cache."""
         return self.weight_bytes < self.row_size
 
 

@@ -81,7 +81,7 @@ def ranks_fit(node: fx.Node) -> str:
 
 
 INT32_HOLDS = (2**31 - 1) // 127**2
-"""How many products of magnitude at most 127 x 127 a sum of Dot<i8> in simd.h can hold without overflow."""
+"""The number of products of magnitude at most 127 x 127 that a sum of Dot<i8> in simd.h holds without overflow."""
 INT4_LONGEST = 1 << 16
 """The largest k of weights in four bits: group scales then have at least five bits.
 

@@ -114,7 +114,7 @@ def layer_of(node: fx.Node, attentions: list[fx.Node]) -> int:
 
 
 def group_of(stored: Stored) -> KVGroup:
-    """Return the KV group that stores these K and V, without its layers."""
+    """Return the KV group that stores the K and V of a layer, without the numbers of its layers."""
     node = stored.writer
     _, k, v, *_ = arguments(node)
     key, value = k.meta["val"], v.meta["val"]

@@ -63,7 +63,7 @@ class Flattener:
         return Layout(len(shape), batched, axes[0])
 
     def sizes(self, node: fx.Node) -> list[Any]:
-        """Return the sizes of the rest, which no rule may make depend on the number of tokens."""
+        """Return the sizes of the axes beside batch and tokens; no rule makes them depend on the number of tokens."""
         return [node.meta["val"].shape[axis] for axis in self.layout(node).rest]
 
     def emit(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -71,7 +71,10 @@ def _bytes_per_token(of: KvGroup) -> int:
 
 
 def program_fault(program: Program, entry: ProgramEntry, sizes: Mapping[str, int]) -> str | None:
-    """Find a contradiction within a program.json, or with its entry in engine.json. sizes: of the mapped files."""
+    """Find a contradiction within a program.json, or with its entry in engine.json.
+
+    sizes: the bytes of each file that is mapped.
+    """
     names = [each.name for each in program.step.inputs]
     if names != entry.inputs:
         return f"step.inputs: found {', '.join(names)}, and engine.json has {', '.join(entry.inputs)}"

@@ -380,7 +380,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has anything to do, which may be to store unreferenced blocks in the offload tier."""
+        """True if a step has anything to do, which may be to store unreferenced blocks in the offload tier."""
         scheduler = self.scheduler
         return bool(self._in_flight or self._scorer.has_work or scheduler.has_work or scheduler.offload.is_busy)
 

@@ -238,7 +238,7 @@ class Scorer:
         self._embedded.append((job.request_id, vector.astype(np.float32)))
 
     def _plan(self, chunks: list[_Chunk]) -> StepPlan:
-        """Return the step of these chunks.
+        """Return the plan of a step that computes chunks of texts to score or to embed.
 
         Its logits rows are all rows of scored texts, or those rows of embedded texts from which the vector is made.
         """

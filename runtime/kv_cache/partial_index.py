@@ -30,7 +30,7 @@ class PartialIndex:
         return len(self._step_of)
 
     def add(self, parent: bytes, token_ids: I32, name: bytes, step: int, is_there: Callable[[bytes], bool]) -> None:
-        """Add a block of these tokens, which `step` computes.
+        """Add a block to the index, with its tokens and the step that computes the last of them.
 
         is_there: returns whether the block of a hash still exists.
         """

@@ -119,18 +119,18 @@ class OffloadManager:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing can be stored for a while, because a copy failed."""
+        """True if nothing can be stored for a while, because a copy failed."""
         return self._clock() < self._paused_until
 
     @property
     def is_busy(self) -> bool:
-        """Whether any block moves, or is about to."""
+        """True if any block moves between tiers, or is about to."""
         idle = any(pool.idle for pool in self.cache.pools) and not self.is_paused
         return bool(self._wanted or self._moving or self._checking or idle)
 
     @property
     def are_blocks_coming(self) -> bool:
-        """Whether blocks of the arena will be free once they are copied."""
+        """True if blocks of the arena will be free once they are copied."""
         return bool(self._num_held or self._spilling)
 
     @property

@@ -35,7 +35,7 @@ class AdmissionPolicy:
     """The default admission policy, with which there is always time: blocks and the token budget alone decide."""
 
     looks = False
-    """Whether it looks for late sequences: running sequences give way to others only if it finds some."""
+    """True if the policy looks for late sequences: running sequences give way to others only if it finds some."""
 
     def look(self, waiting: WaitingQueue, now: float) -> Triage:
         """Return which sequences to leave out, and whether any would be late if no sequence gave way.

@@ -22,7 +22,7 @@ class NoOffload:
 
     @property
     def is_busy(self) -> bool:
-        """Whether blocks are being copied between tiers, or are about to be."""
+        """True if blocks are being copied between tiers, or are about to be."""
         return False
 
     @property
@@ -32,7 +32,7 @@ class NoOffload:
 
     @property
     def are_blocks_coming(self) -> bool:
-        """Whether blocks of the arena will become free when their copies are done."""
+        """True if blocks of the arena will become free when their copies are done."""
         return False
 
     def keeps_waiting(self, seq: Sequence) -> bool:

@@ -111,7 +111,7 @@ class Scheduler:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any sequence runs or a step is in flight."""
+        """True if any sequence runs or a step is in flight."""
         return bool(len(self.batch.order) or self._in_flight)
 
     def add(self, seq: Sequence) -> None:

@@ -93,7 +93,7 @@ def _num_entries(answering: Answering, answers: list[Answer]) -> int:
 async def answered(
     http: Request, model: ServedModel, request: OpenAIRequest, name: str, form: Form, is_streamed: bool
 ) -> Response:
-    """Answer a request in this form.
+    """Answer a request for text in the form of its route, whole or as a stream of events.
 
     name: the answer's id (PREFIX-… or PREFIX_…), from which the request's name in the engine is made.
     """

@@ -50,7 +50,7 @@ class Connections:
 
     @property
     def is_full(self) -> bool:
-        """Whether every place is taken by a busy connection."""
+        """True if every place is taken by a busy connection."""
         return len(self._busy) >= self.limit
 
     def came(self, connection: Connection, asked: Asked) -> bool:

@@ -75,7 +75,7 @@ class Protocol(HttpToolsProtocol):
         self._watch()
 
     def _feed(self, data: bytes) -> None:
-        """Give the data to the parser, each head on its own."""
+        """Give received bytes to the HTTP parser, the head of each request on its own."""
         while data and not (self._is_deaf or self.transport.is_closing()):
             # The parser itself goes on with a body, or with a head that began in the same piece as the end of a body.
             is_begun = self._is_in_body or (self._is_in_head and not self._upgrades.is_within)
@@ -202,7 +202,7 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _is_expected_to_act(self) -> bool:
-        """Whether it is the client's turn to send or to read."""
+        """True if it is the client's turn to send or to read."""
         if self.transport.is_closing() or self.flow.write_paused:
             return True
         if self._is_in_body:

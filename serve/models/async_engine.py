@@ -140,7 +140,7 @@ class AsyncEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine has nothing to do: every open request waits for an engine."""
+        """True if the engine has nothing to do: every open request waits for an engine."""
         return len(self._tasks) == len(self._parked)
 
     @property

@@ -94,7 +94,7 @@ class Models:
 
     @property
     def is_serving(self) -> bool:
-        """Whether there is a model, and every model that is not being unloaded takes requests."""
+        """True if there is a model, and every model that is not being unloaded takes requests."""
         models = self._staying
         return bool(models) and all(model.is_ready for model in models)
 

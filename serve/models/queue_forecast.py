@@ -37,7 +37,7 @@ class QueueForecast:
         self._firsts.append(now)
 
     def left(self, count: int) -> None:
-        """Subtract sequences that ended without a token."""
+        """Take sequences that ended before their first token off the number of those that wait."""
         self.num_waiting -= count
 
     def seconds(self, now: float, num_running: int = 0) -> float:

@@ -25,7 +25,7 @@ class Sleeper(Protocol):
 
     @property
     def is_requested(self) -> bool:
-        """Whether somebody still waits for the engine."""
+        """True if somebody still waits for the engine."""
 
     def make_room(self) -> None:
         """Start no more requests, and sleep when the running ones have ended."""

@@ -290,7 +290,7 @@ class ServedModel:
 
     @property
     def embeds(self) -> bool:
-        """Whether the model makes embedding vectors of texts."""
+        """True if the model makes embedding vectors of texts."""
         return self.pooling is not None
 
     def _begin(
@@ -316,7 +316,7 @@ class ServedModel:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the model takes requests, even if it has to wake up for them."""
+        """True if the model takes requests, even if it has to wake up for them."""
         return self.state in ("serving", "asleep") or self.supervisor.is_waking
 
     async def start(self) -> None:

@@ -218,7 +218,7 @@ class Stream:
 
     @property
     def can_start(self) -> bool:
-        """Whether the request can be started, or restarted: no output has come for its reader."""
+        """True if the request can be started, or restarted: no output has come for its reader."""
         return self._prompt is not None
 
     def start(self, client: EngineLike, sink: Sink) -> None:
@@ -318,7 +318,7 @@ class Stream:
 
     @property
     def is_done(self) -> bool:
-        """Whether all outputs have ended and all their deltas were taken."""
+        """True if all outputs have ended and all their deltas were taken."""
         return not self._running and not self._pending
 
     def __aiter__(self) -> Stream:

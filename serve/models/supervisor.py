@@ -171,7 +171,7 @@ class Supervisor:
 
     @property
     def is_requested(self) -> bool:
-        """Whether somebody waits for the engine."""
+        """True if somebody waits for the engine."""
         return bool(self.engine.num_requests or self._num_waking)
 
     def make_room(self) -> None:
@@ -265,7 +265,7 @@ class Supervisor:
             return True
 
     async def _outlast(self, reason: str, looks_again: bool = True) -> None:
-        """Refuse requests until the artifact's files are as they were.
+        """Refuse requests for as long as files of the artifact are damaged.
 
         Deaths that damaged files caused are then forgotten. looks_again False: do not check the files, since the next
         start will; only wait as long as until the next check.

@@ -272,7 +272,7 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is needed."""
+        """True if requests need no key."""
         return self._path is None
 
     def caller(self, secret: str | None) -> Caller:

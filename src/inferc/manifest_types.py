@@ -425,7 +425,7 @@ class Scratch(Struct, frozen=True, omit_defaults=True):
 
 
 class SharedPrefixes(Struct, frozen=True):
-    """How many sequences with a common prefix have it read once; the prefix is a multiple of so many keys."""
+    """The size of groups of sequences whose common prefix is read once: the most members, and the unit of its keys."""
 
     members: Positive
     keys: Positive

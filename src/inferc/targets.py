@@ -34,7 +34,7 @@ class TargetSpec:
 
     name: str
     runs_on: str
-    """What computes its steps, as messages call it."""
+    """The name, in messages, of what computes the target's steps."""
     backend: str
     """The module:name of its `Backend` (inferc.backends.backend)."""
     runner: str
@@ -44,7 +44,7 @@ class TargetSpec:
     packages: tuple[str, ...] = ()
     """The modules of that extra that compiling imports."""
     archs: Literal["none", "one", "many"] = "none"
-    """How many chips its name is followed by."""
+    """The number of chips that follow the target's name."""
     known_archs: tuple[str, ...] = ()
     """The chips that there is code for; empty: any name of the form of a chip."""
     kv: Literal["paged", "dense"] = "paged"
@@ -59,20 +59,20 @@ class TargetSpec:
     """For each quantization scheme that not every chip computes, the number of the first chip that does."""
     kv_dtypes: tuple[str, ...] = (*MODEL_DTYPES, "int8")
     ranks: bool = False
-    """Whether --tp, --pp and --ep can spread a model over several ranks."""
+    """True if --tp, --pp and --ep can spread a model over several ranks."""
     deterministic: Literal["always", "on_request", "never"] = "always"
-    """Whether the bits of a row depend on its own sequence alone."""
+    """When the bits of a row depend on its own sequence alone: always, if `--deterministic` asks for it, or never."""
     token_budget: int = 512
     """The default of the most tokens of a step."""
     kernels_certified: Literal["compile", "verify", "never"] = "never"
     """When its kernels get their row of the certificate: at compile time, by `inferc verify` on the machine that runs
     them, or never."""
     kernels_round_rows: bool = False
-    """Whether its kernels round rows that a quantized program keeps in floats."""
+    """True if the kernels of the target round rows that a quantized program keeps in floats."""
     is_oracle: bool = False
-    """Whether the target serves only to judge other targets by."""
+    """True if the target serves only to judge other targets by."""
     more_targets: bool = False
-    """Whether `--add-target` can add chips to an artifact."""
+    """True if `--add-target` can add chips to an artifact."""
 
     def dense_row(self, max_model_len: int) -> int:
         """Return the number of tokens that a sequence's row of a dense KV cache has room for."""

@@ -1,4 +1,4 @@
-"""How time grows with lengths: what is measured of an artifact, and the lines that are laid through it."""
+"""The growth of time with lengths: what is measured of an artifact, and the lines that are laid through it."""
 
 from pathlib import Path
 

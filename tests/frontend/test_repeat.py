@@ -31,7 +31,7 @@ WINDOWS_AND_FULL = ["sliding_attention", "full_attention"]
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers each trace had: attention nodes, or softmaxes of models that compute it by themselves."""
+    """Return how many layers each trace had: attention nodes, or softmaxes of models that compute it by themselves."""
     counts: list[int] = []
     run = trace.trace
 

@@ -67,7 +67,7 @@ class Serving:
 
     @property
     def catches(self) -> bool:
-        """Whether the system would call a handler for SIGTERM."""
+        """True if the system would call a handler for SIGTERM."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
         return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)

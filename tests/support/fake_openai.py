@@ -95,7 +95,7 @@ class FakeOpenAI:
             writer.close()
 
     async def _answer(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> bool:
-        """Whether the connection goes on."""
+        """Answer a request, and return whether the connection goes on."""
         how = self.behaviour
         if method == "GET":
             found = path == "/v1/models" and how.lists_models

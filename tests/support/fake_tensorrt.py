@@ -145,7 +145,7 @@ class Context:
 
 
 class RuntimeConfig:
-    """How a context of TensorRT-RTX is made."""
+    """The options with which a context of TensorRT-RTX is made."""
 
     strategy: Any = None
     dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.LAZY

@@ -149,7 +149,7 @@ def config_of(model_type: str, **overrides: Any) -> Any:
 
 
 def _is_model(name: str, part: Any) -> bool:
-    """Whether a part of a config is a model's: a decoder's, or of another modality."""
+    """Return whether a part of a config is a model's: a decoder's, or of another modality."""
     said = ("text", "vision", "audio", "image", "vq", "patcher", "coder")
     return part is not None and (hasattr(part, "num_hidden_layers") or any(each in name for each in said))
 
@@ -184,7 +184,7 @@ def make_odd_model(model_type: str, folder: Path, seed: int = 3, **overrides: An
 
 
 def _is_projection(model: Any, name: str) -> bool:
-    """Whether a parameter is the weight of a linear layer, as of one that widens the rows of an embedding."""
+    """Return whether a parameter is the weight of a linear layer, as of one that widens the rows of an embedding."""
     import torch
 
     return isinstance(model.get_submodule(name.rpartition(".")[0]), torch.nn.Linear)

@@ -29,7 +29,7 @@ IN_PROMPT = np.uint32(1 << 31)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How kernels cut what they work on: as small as it takes for a little vocabulary to be many of each."""
+    """The sizes of what kernels cut their work into: so small that a little vocabulary is many of each."""
 
     part: int = 4096
     tile: int = 1024

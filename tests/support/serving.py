@@ -23,7 +23,7 @@ INFERC = (sys.executable, "-m", "inferc")
 START_SECONDS = 60.0
 PAUSE_SECONDS = 0.02  # between two looks at what another process does
 IS_MEASURED = "COVERAGE_PROCESS_CONFIG" in os.environ
-"""Whether coverage.py measures the processes that tests start."""
+"""True if coverage.py measures the processes that tests start."""
 FAKETIME = [*Path("/usr/lib").glob("*/faketime/libfaketime.so.1")]
 """The library that gives a process another clock, if it is installed."""
 

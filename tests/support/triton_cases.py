@@ -69,7 +69,7 @@ class Case:
 
 
 def misaligned(tensor: Tensor) -> bool:
-    """Whether it starts at no multiple of 16 bytes of its storage."""
+    """Return whether a tensor starts at no multiple of 16 bytes of its storage."""
     return tensor.storage_offset() * tensor.itemsize % 16 != 0
 
 

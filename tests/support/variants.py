@@ -222,4 +222,4 @@ REFUSED: dict[str, tuple[Variant, str]] = {
         ),
     ),
 }
-"""What stays refused, and the reason."""
+"""The variants that stay refused, each with the reason."""

@@ -31,7 +31,7 @@ class Tile:
 
     @property
     def constants(self) -> dict[str, int | float]:
-        """The constants of a kernel that computes such tiles."""
+        """The constants of a kernel that computes a product in tiles of this size."""
         blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
         return {**blocks, "FEW": int(self.few), "WIDE_DOT": 0}
 

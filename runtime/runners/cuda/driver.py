@@ -119,7 +119,10 @@ def open_library() -> Any:
 
 
 class Driver:
-    """The access to one GPU. library: what `open_library` returns, or a test's stand-in."""
+    """The access to one NVIDIA GPU, by calls of its driver.
+
+    library: what `open_library` returns, or a test's stand-in.
+    """
 
     def __init__(self, device: int = 0, library: Any = None) -> None:
         self._library = open_library() if library is None else library

@@ -134,8 +134,8 @@ def quantization(name: str | None) -> tuple[Pass, ...]:
 
 
 def quantization_elsewhere(name: str | None, rows_of: tuple[Reader, ...]) -> tuple[Pass, ...]:
-    """Return the pass that quantizes for other runtimes, which read rounded rows only in the products `rows_of`.
+    """Return the pass that quantizes for onnxruntime or TensorRT, where only the products `rows_of` read rounded rows.
 
-    They read rounded rows in no product of experts.
+    No product of experts reads them there.
     """
     return () if name is None else (Quantize(SCHEMES[name], rows_of=rows_of),)

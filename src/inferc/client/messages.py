@@ -57,7 +57,7 @@ class ServerError(InfercError):
 
     @property
     def may_pass(self) -> bool:
-        """Whether the same request may succeed soon: the server is starting, or has no room now."""
+        """True if the same request may succeed soon: the server is starting, or has no room now."""
         return self.code == "UNAVAILABLE" or (self.code == "RESOURCE_EXHAUSTED" and self.retry_after is not None)
 
     def pause(self, attempt: int) -> float:

@@ -64,7 +64,7 @@ class Weight:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the value is known without a checkpoint."""
+        """True if the value is known without a checkpoint."""
         return all(leaf.op == "constant" for leaf in self.sources())
 
     def __str__(self) -> str:

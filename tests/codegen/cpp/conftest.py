@@ -77,6 +77,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(params=[False, True], ids=("plain", "int8"))
 def int8(request: pytest.FixtureRequest) -> bool:
-    """Whether K and V are stored in int8, else in the dtype of the rows."""
+    """Return whether K and V are stored in int8, else in the dtype of the rows."""
     kind: bool = request.param
     return kind

@@ -258,7 +258,7 @@ def disassembled(isa: str) -> Functions:
 
 
 def innermost_loop(lines: list[tuple[int, str, str]], instruction: str) -> Counter[str]:
-    """How often each instruction stands in the smallest loop that holds `instruction`."""
+    """Return how often each instruction stands in the smallest loop that holds `instruction`."""
     loops = []
     for address, name, operands in lines:
         target = int(operands.split()[0], 16) if name.startswith("j") and not operands.startswith("*") else address

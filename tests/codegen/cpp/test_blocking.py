@@ -1,4 +1,4 @@
-"""How products are cut for the caches: what the model of cost chooses, and that no cut changes a bit."""
+"""The cutting of products for the caches: what the model of cost chooses, and that no cut changes a bit."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Sampler:
         return int(self.one(rows).token[0])
 
     def reach(self, rows: SampleRows, draws: int = 3000) -> NDArray[np.int64]:
-        """How often each token was drawn, over that many counters."""
+        """Return how often each token was drawn, over that many counters."""
         return np.bincount(self.rows(many(rows, draws)).token, minlength=self.vocab)
 
 

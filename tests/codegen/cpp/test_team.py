@@ -1,4 +1,4 @@
-"""How many threads work, and that the work is whole whoever does it."""
+"""The number of threads that work, and that the work is whole whoever does it."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def longest_of(engine: Engine) -> int:
 
 
 def does_not_fit(engine: Engine, arrival: Arrival) -> bool:
-    """Whether the request asks for more than the cache holds; what the model's length cuts is no such case."""
+    """Return whether a request asks for more than the cache holds; what the model's length cuts is no such case."""
     if arrival.params.max_tokens is None:
         return False
     return min(len(arrival.prompt) + arrival.params.max_tokens, engine.model.max_model_len) > longest_of(engine)

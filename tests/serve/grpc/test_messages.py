@@ -39,7 +39,7 @@ EXAMPLES: list[Message] = [
 
 
 def unknown(message: Message) -> bool:
-    """Whether protobuf put something of it aside, at any depth outside of maps."""
+    """Return whether protobuf put something of a message aside, at any depth outside of maps."""
     fields: Any = UnknownFieldSet(message)
     if len(fields):
         return True

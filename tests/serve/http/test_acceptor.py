@@ -237,7 +237,7 @@ def test_a_handshake_that_is_never_ended_keeps_no_place(monkeypatch: pytest.Monk
 
 
 def _is_closed(client: socket.socket) -> bool:
-    """Whether it was closed without a word."""
+    """Return whether a connection was closed without a word."""
     client.setblocking(False)
     try:
         return client.recv(1) == b""

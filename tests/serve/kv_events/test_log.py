@@ -142,7 +142,7 @@ class Subscriber:
                 parent = name
 
     def num_cached(self, prompt: list[int]) -> int:
-        """How many tokens of a prompt the server should have, one at least being left to compute."""
+        """Return how many tokens of a prompt the server should have, one at least being left to compute."""
         by_place = {place: name for name, place in self.held.items()}
         parent: int | None = None
         for start in range(0, len(prompt) - 1, BLOCK_SIZE):

@@ -13,7 +13,7 @@ from inferc.serve.errors import EngineUnavailable
 
 
 async def ends(work: Coroutine[Any, Any, None]) -> bool:
-    """Whether it ends, not cut by a time limit, which it might take for its end."""
+    """Return whether work ends, not cut by a time limit, which it might take for its end."""
     done, _ = await asyncio.wait((asyncio.create_task(work),), timeout=5)
     return bool(done)
 
