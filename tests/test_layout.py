@@ -168,6 +168,16 @@ def test_no_folders_import_each_other(graph: house.Graph) -> None:
     assert not {folder: groups for folder, groups in found.items() if groups}
 
 
+def test_no_edge_of_the_server_imports_another(graph: house.Graph) -> None:
+    """Lets `serve/answering` and `serve/models` have what HTTP and gRPC share."""
+    edges = ("serve.grpc", "serve.http")
+    for edge in edges:
+        inside = {name for name in graph if name.startswith(f"{edge}.")}
+        others = tuple(f"{other}." for other in edges if other != edge)
+        assert inside
+        assert not [f"{name} imports {each}" for name in inside for each in graph[name] if each.startswith(others)]
+
+
 def test_targets_are_named_in_their_own_rooms() -> None:
     found = house.target_lines(MODULES)
     assert len(found) <= 10, "\n".join(found)

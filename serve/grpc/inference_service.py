@@ -11,10 +11,10 @@ from inferc.errors import RequestError
 from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import changed
+from inferc.serve.answering.entry_limits import check_entries, check_likely
 from inferc.serve.errors import EventsOff
 from inferc.serve.grpc import protocol
 from inferc.serve.grpc.answers import Answer, joined, slices
-from inferc.serve.http.logprobs_json import check_entries, check_likely
 from inferc.serve.models import text_calls
 from inferc.serve.models.embedding import Vectors, check_inputs, embed
 from inferc.serve.models.long_texts import in_text_thread

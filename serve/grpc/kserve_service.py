@@ -15,11 +15,11 @@ import numpy as np
 from inferc.errors import InfercError, RequestError, shown
 from inferc.runtime.openai.request import MAX_PROMPTS, OpenAIRequest, logit_bias_of
 from inferc.runtime.step.sampling_params import SamplingParams, from_request
+from inferc.serve.answering.answering import Answering
 from inferc.serve.errors import NotServed
 from inferc.serve.grpc import protocol
 from inferc.serve.grpc.answers import Answer, joined
 from inferc.serve.grpc.inference_service import engine_stats, reason_of
-from inferc.serve.http.openai_answering import Answering
 from inferc.serve.models.models import ModelEntry, Models
 from inferc.serve.models.queue_forecast import ARRIVED_AT
 from inferc.serve.models.served_model import ServedModel

@@ -12,8 +12,8 @@ from fastapi import Request, Response
 
 from inferc.runtime.openai.answer import Answer
 from inferc.runtime.openai.request import OpenAIRequest
+from inferc.serve.answering.answering import MANY_ENTRIES, Answering
 from inferc.serve.http.edge import ClientLeft, Receive, Scope, Send, while_client_waits
-from inferc.serve.http.openai_answering import MANY_ENTRIES, Answering
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.served_model import ServedModel
 

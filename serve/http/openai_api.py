@@ -29,11 +29,11 @@ from inferc.runtime.openai.request import (
     parse_request,
 )
 from inferc.runtime.step.sampling_params import of_chat
+from inferc.serve.answering.answering import MANY_ENTRIES, Answering
+from inferc.serve.answering.logprobs_json import chat_lists, json_items, json_list
 from inferc.serve.http.answers import STREAMED, Json, answered
 from inferc.serve.http.bodies import described, read_body
 from inferc.serve.http.edge import body_of, while_client_waits
-from inferc.serve.http.logprobs_json import chat_lists, json_items, json_list
-from inferc.serve.http.openai_answering import MANY_ENTRIES, Answering
 from inferc.serve.http.openai_chunks import DONE, Chunks, event
 from inferc.serve.http.responses_api import responses_routes
 from inferc.serve.models import text_calls

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ from inferc.runtime.openai.answer import (
 )
 from inferc.runtime.openai.request import OpenAIRequest
 from inferc.runtime.step.plan import Logprobs
-from inferc.serve.http.logprobs_json import PromptJson
+from inferc.serve.answering.logprobs_json import PromptJson
 from inferc.serve.models.streams import Delta
 
 DONE = b"data: [DONE]\n\n"
@@ -126,22 +125,3 @@ class Chunks:
         start = self._offsets.get(index, 0)
         self._offsets[index] = start + sum(len(self._token(each)[0]) for each, _ in rows)
         return completion_logprobs(rows, self._token, start)
-
-
-class Growing:
-    """An output that grows delta by delta."""
-
-    def __init__(self, index: int) -> None:
-        self._output, self._texts = CompletionOutput(index), list[str]()
-
-    def add(self, delta: Delta) -> None:
-        output = self._output
-        self._texts.append(delta.text)
-        output.token_ids += delta.token_ids
-        output.finish_reason = delta.finish_reason
-        if delta.logprobs:
-            output.logprobs = [] if output.logprobs is None else output.logprobs
-            output.logprobs += delta.logprobs
-
-    def so_far(self) -> CompletionOutput:
-        return replace(self._output, text="".join(self._texts))

@@ -25,12 +25,11 @@ from inferc.runtime.openai.responses import (
     text_part,
 )
 from inferc.runtime.step.sampling_params import of_chat
+from inferc.serve.answering.answering import MANY_ENTRIES, Answering, Growing
+from inferc.serve.answering.logprobs_json import chat_lists
 from inferc.serve.http.answers import STREAMED, answered
 from inferc.serve.http.bodies import described, read_body
 from inferc.serve.http.edge import body_of
-from inferc.serve.http.logprobs_json import chat_lists
-from inferc.serve.http.openai_answering import MANY_ENTRIES, Answering
-from inferc.serve.http.openai_chunks import Growing
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.models import Models
 from inferc.serve.security.access import CALLER

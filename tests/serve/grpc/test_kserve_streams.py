@@ -10,9 +10,9 @@ import pytest
 from virtual_time import run
 
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.serve.answering.answering import MANY_LISTED, OPENED_AT_ONCE
 from inferc.serve.grpc.answers import as_bytes
 from inferc.serve.grpc.kserve_service import MAX_AT_ONCE, KServeService
-from inferc.serve.http.openai_answering import MANY_LISTED, OPENED_AT_ONCE
 from inferc.serve.models.streams import Delta
 from inferc.serve.protos.inference import grpc_service_pb2 as pb
 

@@ -14,8 +14,8 @@ from inferc.client import Client
 from inferc.runtime.openai.answer import Usage
 from inferc.runtime.openai.responses import parse_response_request
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.serve.answering.entry_limits import MAX_ENTRIES, check_likely
 from inferc.serve.errors import EngineUnavailable
-from inferc.serve.http.logprobs_json import MAX_ENTRIES, check_likely
 from inferc.serve.http.responses_api import _ResponseForm
 from inferc.serve.models.streams import Delta
 

@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from inferc.errors import RequestError
+from inferc.runtime.engine.llm import CompletionOutput
 from inferc.runtime.openai.answer import Answer, EchoedPrompt, Token, Usage, prompt_offsets
 from inferc.runtime.openai.request import OpenAIRequest, Prompt
 from inferc.runtime.step.plan import Logprobs
-from inferc.serve.http.logprobs_json import PromptJson, check_likely, check_prompt_entries, prompt_json
-from inferc.serve.http.openai_chunks import Growing
+from inferc.serve.answering.entry_limits import check_likely, check_prompt_entries
+from inferc.serve.answering.logprobs_json import PromptJson, prompt_json
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.served_model import TEXTS_AT_ONCE, ServedModel
 from inferc.serve.models.streams import Delta, Stream
@@ -169,3 +170,22 @@ class Answering:
 
         is_much = len(text) + len(ids) * (1 + (top or 0)) > MANY_ENTRIES
         return await in_text_thread(make) if is_much else make()
+
+
+class Growing:
+    """An output that grows delta by delta."""
+
+    def __init__(self, index: int) -> None:
+        self._output, self._texts = CompletionOutput(index), list[str]()
+
+    def add(self, delta: Delta) -> None:
+        output = self._output
+        self._texts.append(delta.text)
+        output.token_ids += delta.token_ids
+        output.finish_reason = delta.finish_reason
+        if delta.logprobs:
+            output.logprobs = [] if output.logprobs is None else output.logprobs
+            output.logprobs += delta.logprobs
+
+    def so_far(self) -> CompletionOutput:
+        return replace(self._output, text="".join(self._texts))

@@ -15,17 +15,10 @@ from inferc.runtime.openai.answer import EchoedPrompt, Token, chat_logprobs, com
 from inferc.runtime.openai.request import OpenAIRequest
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.serve.answering import logprobs_json
+from inferc.serve.answering.entry_limits import MAX_CHARACTERS, MAX_ENTRIES, check_prompt_entries
+from inferc.serve.answering.logprobs_json import chat_lists, json_items, json_list, prompt_json
 from inferc.serve.errors import QueueFull
-from inferc.serve.http import logprobs_json
-from inferc.serve.http.logprobs_json import (
-    MAX_CHARACTERS,
-    MAX_ENTRIES,
-    chat_lists,
-    check_prompt_entries,
-    json_items,
-    json_list,
-    prompt_json,
-)
 from inferc.serve.models.long_texts import Turns
 
 ROWS = [Logprobs(each, -0.5 * each, 1, ((each, -0.5 * each), (each + 1, -9.0))) for each in range(1, 30)]
