@@ -54,8 +54,8 @@ ROOMS: dict[str, set[str]] = {
 ONLY = {
     # What an artifact needs in order to run; the rest of codegen only builds artifacts.
     ("runtime", "codegen"): {"codegen.triton.aot.launch", "codegen.tensorrt.adapter"},
-    # The wire format, and the histograms that a page of metrics holds.
-    ("client", "serve"): {"serve.protos.inferc.v1", "serve.models.metrics"},
+    # The wire format.
+    ("client", "serve"): {"serve.protos.inferc.v1"},
 }
 # What lies loose in a stage: whatever else there is has a room.
 LOOSE = {

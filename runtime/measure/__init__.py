@@ -1,1 +1,1 @@
-"""The measurements of an artifact: speed, perplexity, profiles and replays."""
+"""The measurements of an artifact: speed, perplexity, profiles, replays, and the histogram of measured values."""

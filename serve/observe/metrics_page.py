@@ -17,7 +17,8 @@ from prometheus_client.exposition import choose_encoder
 
 from inferc.errors import InfercError
 from inferc.runtime.engine.engine import STEP_TOKENS, EngineStats
-from inferc.serve.models.metrics import OUTCOMES, Histogram, Outcome
+from inferc.runtime.measure.histogram import Histogram
+from inferc.serve.models.metrics import OUTCOMES, Outcome
 from inferc.serve.models.models import Models
 from inferc.serve.models.served_model import ServedModel
 

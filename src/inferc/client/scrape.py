@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from inferc.errors import ConfigError, InfercError
-from inferc.serve.models.metrics import Histogram
+from inferc.runtime.measure.histogram import Histogram
 
 TIMEOUT_SECONDS = 5.0
 Labels: TypeAlias = frozenset[tuple[str, str]]

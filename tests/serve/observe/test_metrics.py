@@ -21,21 +21,11 @@ from serving import Server, wait_until
 
 from inferc.client import Client, ServerError
 from inferc.errors import RequestError
-from inferc.serve.models.metrics import OUTCOMES, Ended, Histogram, ModelMetrics, Objectives, Outcome
+from inferc.serve.models.metrics import OUTCOMES, Ended, ModelMetrics, Objectives, Outcome
 from inferc.serve.observe.metrics_page import METRICS, SERVER_METRICS, documentation
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")  # of vLLM
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-
-
-def test_a_histogram_counts_by_inclusive_upper_bounds() -> None:
-    histogram = Histogram((1.0, 2.0, 4.0))
-    for value in (0.5, 1.0, 1.5, 4.0, 9.0):
-        histogram.observe(value)
-    histogram.observe(3.0, 2)
-    assert (histogram.counts, histogram.count, histogram.sum) == ([2, 1, 3, 1], 7, 22.0)
-    assert (histogram.quantile(1.0), histogram.quantile(3 / 7)) == (4.0, 2.0)
-    assert math.isnan(Histogram((1.0,)).quantile(0.5))
 
 
 def ended(outcome: Outcome = "stop", first: float = 0.3, last: float = 0.3, count: int = 1, **more: Any) -> Ended:
