@@ -19,7 +19,6 @@ from inferc.runtime.engine.llm import LLM, RequestOutput
 from inferc.runtime.openai.answer import Answer, Token, error_body, response_body
 from inferc.runtime.openai.batch_file import BatchInput, BatchOutput, BatchRequest, Line
 from inferc.runtime.openai.request import OpenAIRequest, Prompt, parse_request
-from inferc.runtime.step.sampling_params import from_chat, from_request
 from inferc.system.progress import Progress, silent
 
 OF_A_REQUEST = (RequestError, ObjectiveError, GenerationError)  # other errors end the run
@@ -47,11 +46,15 @@ class Backend(Protocol):
     def model(self) -> str:
         """The model name that answers state."""
 
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """The model's sampling defaults, over which requests are checked."""
+
     def room(self, num_open: int) -> int:
         """Return how many more sequences it accepts now, if `num_open` of this run are open."""
 
-    def start(self, ticket: Ticket, prompt: Prompt, sampling: Mapping[str, Any]) -> None:
-        """Begin to answer a prompt. Raises RequestError if it cannot be answered."""
+    def start(self, ticket: Ticket, prompt: Prompt) -> None:
+        """Begin to answer a prompt of the ticket's request. Raises RequestError if it cannot be answered."""
 
     def finished(self) -> list[tuple[Ticket, Result]]:
         """Return what has ended; wait if nothing has, but only while the result of `room` cannot change."""
@@ -66,6 +69,7 @@ class LocalBackend:
 
     def __init__(self, llm: LLM, artifact: Path, concurrency: int) -> None:
         self.model = artifact.resolve().name
+        self.defaults: Mapping[str, Any] = llm.defaults
         self._llm = llm
         self._concurrency = concurrency
         self._results: queue.SimpleQueue[tuple[Ticket, RequestOutput | InfercError]] = queue.SimpleQueue()
@@ -73,11 +77,10 @@ class LocalBackend:
     def room(self, num_open: int) -> int:
         return self._concurrency - num_open
 
-    def start(self, ticket: Ticket, prompt: Prompt, sampling: Mapping[str, Any]) -> None:
-        is_chat = ticket[0].request.kind == "chat"
-        params = (from_chat if is_chat else from_request)(sampling, self._llm.defaults)
-        ids = self._llm.text.encode_chat(prompt) if is_chat else prompt  # type: ignore[arg-type]
-        self._llm.submit(ids, params, lambda result: self._results.put((ticket, result)))  # type: ignore[arg-type]
+    def start(self, ticket: Ticket, prompt: Prompt) -> None:
+        request = ticket[0].request
+        ids = self._llm.text.encode_chat(prompt) if request.kind == "chat" else prompt  # type: ignore[arg-type]
+        self._llm.submit(ids, request.params, lambda result: self._results.put((ticket, result)))  # type: ignore[arg-type]
 
     def finished(self) -> list[tuple[Ticket, Result]]:
         return [(ticket, _answer(result)) for ticket, result in take_all(self._results)]
@@ -160,7 +163,7 @@ class BatchRun:
             try:
                 if asked.body.get("stream"):
                     raise RequestError("stream is True, and the answers of a batch come whole; leave it out")
-                request = parse_request(asked.url, asked.body)
+                request = parse_request(asked.url, asked.body, defaults=self.backend.defaults)
             except RequestError as error:
                 self._write(asked, *error_body(error))
                 continue
@@ -178,7 +181,7 @@ class BatchRun:
         try:
             if job.error is not None:
                 raise job.error
-            self.backend.start(ticket, job.request.prompts[index], job.request.sampling)
+            self.backend.start(ticket, job.request.prompts[index])
         except OF_A_REQUEST as error:
             self._take(ticket, error)
             return 0

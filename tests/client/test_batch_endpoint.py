@@ -138,7 +138,7 @@ def test_a_server_without_room_is_asked_again(small: Server, monkeypatch: pytest
         generate = channel.unary_stream(f"/{SERVICE}/Generate", bytes, bytes)
         others = [generate(request) for _ in range(8)]
         wait_until(lambda: client.loads().num_requests == 8, "all places of the queue are taken")
-        backend.start(job, "abc", job[0].request.sampling)
+        backend.start(job, "abc")
         wait_until(lambda: len(asked) >= 2, "it was refused more than once")
         for other in others:
             other.cancel()  # type: ignore[no-untyped-call]
@@ -193,7 +193,7 @@ def test_a_key_that_has_used_its_rate_waits(tiny_artifact: Path, tmp_path: Path)
         EndpointBackend(server.address, api_key="a-key") as backend,
     ):
         client.complete("abc", n=31, **ENDLESS)  # 6200 tokens: two seconds of debt
-        backend.start(job, "abc", job[0].request.sampling)
+        backend.start(job, "abc")
         page = Endpoint.parse(server.url, "a-key")
         wait_until(lambda: refusals(Page.fetch(page)) == 1, "it was refused")
         results: list[tuple[Ticket, Result]] = []

@@ -23,6 +23,7 @@ from inferc.runtime.step.plan import Logprobs
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
 CLIENT, PRIORITY = "inferc-batch", -100
+OF_LENGTH = ("max_tokens", "min_tokens")
 CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 0.25  # how often the server's load is checked while no own request ends
 MAX_PAUSE = 4.0  # the most seconds between two tries of a request that the server has no room for
@@ -51,7 +52,10 @@ class EndpointBackend:
             raise
         self.model = info.model
         self._max_num_seqs = info.max_num_seqs
-        self._has_limit = info.defaults.HasField("max_tokens")  # the model's default limits requests that give none
+        # The lengths alone: whether a request's own values are allowed depends on no other default.
+        self.defaults: Mapping[str, Any] = {
+            field.name: value for field, value in info.defaults.ListFields() if field.name in OF_LENGTH
+        }
         # The number of own sequences that may wait at the server, so that a free place is taken at once.
         self._spare = max(1, info.max_num_seqs // 8)
         self._concurrency = concurrency or self._max_num_seqs + self._spare
@@ -95,13 +99,15 @@ class EndpointBackend:
         others = max(0, loads.num_running + loads.num_waiting - num_open)
         return min(self._concurrency, self._max_num_seqs + self._spare - others) - num_open
 
-    def start(self, ticket: Ticket, prompt: Prompt, sampling: Mapping[str, Any]) -> None:
-        values = {**sampling, "client": CLIENT, "priority": PRIORITY}
-        if ticket[0].request.kind == "chat":
+    def start(self, ticket: Ticket, prompt: Prompt) -> None:
+        request = ticket[0].request
+        # The server checks over its own defaults what the client said, so these alone are sent.
+        values = {**request.sampling, "client": CLIENT, "priority": PRIORITY}
+        if request.kind == "chat":
             prompt = joined(prompt)  # type: ignore[arg-type]
-        if values.get("max_tokens", 0) is None and not self._has_limit:
+        if values.get("max_tokens", 0) is None and "max_tokens" not in self.defaults:
             values["unlimited"] = True
-        count = ticket[0].request.num_outputs
+        count = request.num_outputs
         self._count_waiting(count)
         done = self._pool.submit(self._work, prompt, values, count)
         done.add_done_callback(lambda future: self._results.put((ticket, future)))
