@@ -269,6 +269,10 @@ RESPONSE: Fields = {
     "previous_response_id": Field(TEXT),
     "conversation": Field(ANY),
 }
+# The fields of a chat that a response takes too: they are not OpenAI's, so they are not described.
+BESIDE_RESPONSE: Fields = {
+    name: field for name, field in CHAT.items() if name not in (*RESPONSE, "messages", "logprobs")
+}
 TOKENIZE: Fields = {
     **_MODEL,
     "prompt": Field(TEXT),

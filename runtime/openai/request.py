@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from inferc.errors import RequestError, shown
@@ -142,9 +142,19 @@ def parse_request(
             f"{url}: the model does not allow embeddings, it generates text; use {COMPLETIONS} or {CHAT}"
         )
     check_fields(body, openai_fields.CHAT if url == CHAT else openai_fields.COMPLETION)
-    for name, allowed in FIXED.items():
-        if body.get(name) not in allowed and not (is_served and name in SERVED):
-            raise _not_built(name, body[name])
+    sampling = sampling_of(body, is_served)
+    if url == COMPLETIONS:
+        check_is_no_chat(body)
+    read = _chat if url == CHAT else _completion
+    return read(body, sampling, is_served, defaults or {})
+
+
+def sampling_of(body: Mapping[str, Any], is_served: bool) -> dict[str, Any]:
+    """Return the sampling parameters that all bodies have in common, of a body whose types have been checked.
+
+    Raises RequestError for an unsupported field, and for options of a stream without one.
+    """
+    check_supported(body, is_served)
     sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     if body.get("logit_bias") is not None:
         sampling["logit_bias"] = logit_bias_of(body["logit_bias"])
@@ -154,12 +164,14 @@ def parse_request(
         raise RequestError(
             f"stream_options is {shown(body['stream_options'])}, and the answer is no stream; leave it out"
         )
-    if url == COMPLETIONS:
-        check_is_no_chat(body)
-    read = _chat if url == CHAT else _completion
-    request = read(body, sampling, is_served)
-    make = from_chat if url == CHAT else from_request
-    return replace(request, params=make(request.sampling, defaults or {}))
+    return sampling
+
+
+def check_supported(body: Mapping[str, Any], is_served: bool) -> None:
+    """Raise RequestError for a field that would change the answer and is not supported."""
+    for name, allowed in FIXED.items():
+        if body.get(name) not in allowed and not (is_served and name in SERVED):
+            raise _not_built(name, body[name])
 
 
 def check_is_no_chat(body: Mapping[str, Any]) -> None:
@@ -184,26 +196,31 @@ def _not_built(name: str, value: Any) -> RequestError:
     return RequestError(f"{name} is {shown(value)}, which is not built yet; leave it out")
 
 
-def _completion(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> OpenAIRequest:
+def _completion(
+    body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool, defaults: Mapping[str, Any]
+) -> OpenAIRequest:
     special = body.get("add_special_tokens")
     if special is False and not is_served:
         raise RequestError("add_special_tokens is False, which is not built yet; give the prompt as token ids")
     echo = body.get("echo") or False
-    limit, generates = _max_tokens(body), True
+    limit, generates = max_tokens_of(body.get("max_completion_tokens"), body.get("max_tokens")), True
     if limit == 0 and echo:
         limit, generates = None, False
     if limit is not None:
         sampling["max_tokens"] = limit
     if body.get("logprobs") is not None and body["logprobs"] is not False:
         sampling["logprobs"] = int(body["logprobs"])  # true counts as 1, as in vLLM
+    prompts = tuple(_prompts(body["prompt"]))
+    served = _served_alone(body, sampling, is_served)
     return OpenAIRequest(
         "completion",
-        tuple(_prompts(body["prompt"])),
+        prompts,
         sampling,
         echo=echo,
         generates=generates,
         add_special_tokens=special is not False,
-        **_served_alone(body, sampling, is_served),
+        params=from_request(sampling, defaults),
+        **served,
     )
 
 
@@ -219,8 +236,10 @@ def _served_alone(body: Mapping[str, Any], sampling: dict[str, Any], is_served: 
     return {"prompt_logprobs": wanted, "return_token_ids": bool(body.get("return_token_ids"))}
 
 
-def _template(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of the chat template."""
+def template_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template, which is all that a body says of it."""
+    if body.get("add_special_tokens") is True:
+        raise RequestError("add_special_tokens is True, which is not built yet; the chat template writes its own")
     variables = body.get("chat_template_kwargs") or {}
     if not _has_at_most(variables, MAX_VARIABLES):
         raise RequestError(
@@ -252,34 +271,49 @@ def _has_at_most(value: Any, count: int) -> bool:
     return True
 
 
-def _chat(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> OpenAIRequest:
+def _chat(
+    body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool, defaults: Mapping[str, Any]
+) -> OpenAIRequest:
     if body.get("echo"):
         raise RequestError("echo is True, which chat does not have; leave it out")
-    if body.get("add_special_tokens") is True:
-        raise RequestError("add_special_tokens is True, which is not built yet; the chat template writes its own")
-    sampling["max_tokens"] = _max_tokens(body)  # None: as many tokens as fit
+    # None: as many tokens as fit
+    sampling["max_tokens"] = max_tokens_of(body.get("max_completion_tokens"), body.get("max_tokens"))
     if body.get("logprobs"):
         sampling["logprobs"] = body.get("top_logprobs") or 0
     elif body.get("top_logprobs"):
         raise RequestError(f"top_logprobs is {shown(body['top_logprobs'])} without logprobs; set logprobs to true")
+    return chat_request(body, messages_of(body), sampling, is_served, defaults)
+
+
+def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the conversation of a body. Raises RequestError for a message that is not of text."""
     messages = body.get("messages")
     if not messages:
         raise RequestError(f"messages: expected a list of at least one message, found {shown(messages)}")
+    return [_message(index, each) for index, each in enumerate(messages)]
+
+
+def chat_request(
+    body: Mapping[str, Any],
+    messages: list[dict[str, Any]],
+    sampling: dict[str, Any],
+    is_served: bool,
+    defaults: Mapping[str, Any],
+) -> OpenAIRequest:
+    """Return the request for the answer to a conversation, whose messages and sampling were read from the body."""
+    template = template_of(body)
+    served = _served_alone(body, sampling, is_served)
     return OpenAIRequest(
-        "chat",
-        ([_message(index, each) for index, each in enumerate(messages)],),
-        sampling,
-        template=_template(body),
-        **_served_alone(body, sampling, is_served),
+        "chat", (messages,), sampling, template=template, params=from_chat(sampling, defaults), **served
     )
 
 
-def _max_tokens(body: Mapping[str, Any]) -> int | None:
-    names = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
-    if len(names) == 2 and body[names[0]] != body[names[1]]:
-        first, second = (shown(body[name], 50) for name in names)
-        raise RequestError(f"{names[0]} is {first} and {names[1]} is {second}; leave one out")
-    return body[names[0]] if names else None
+def max_tokens_of(completion: int | None, plain: int | None) -> int | None:
+    """Return the limit that a body gives under one of two names, `max_completion_tokens` and `max_tokens`, or both."""
+    if completion is not None and plain is not None and completion != plain:
+        first, second = shown(completion, 50), shown(plain, 50)
+        raise RequestError(f"max_completion_tokens is {first} and max_tokens is {second}; leave one out")
+    return plain if completion is None else completion
 
 
 def logit_bias_of(value: Mapping[str, float]) -> dict[int, float]:

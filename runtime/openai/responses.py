@@ -6,7 +6,7 @@ Nothing is stored, so references to stored objects are refused, as are unsupport
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from inferc.errors import RequestError, shown
@@ -14,7 +14,7 @@ from inferc.runtime.engine.llm import CompletionOutput
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.answer import TokenOf, Usage, chat_logprobs
 from inferc.runtime.openai.fields import check_fields
-from inferc.runtime.openai.request import CHAT, OpenAIRequest, parse_request
+from inferc.runtime.openai.request import OpenAIRequest, chat_request, max_tokens_of, sampling_of
 from inferc.runtime.step.sampling_params import MAX_LOGPROBS, check_integer, check_text
 
 RESPONSES = "/v1/responses"
@@ -53,8 +53,6 @@ INNER_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
         "generate_summary": (None,),
     },
 }
-# Fields that are not passed on to the chat request: it has other names for them, or this module sets them.
-OWN = ("input", "instructions", "max_output_tokens", "include", "text", "reasoning", "messages", "logprobs")
 ROLES = ("user", "assistant", "system", "developer")
 OF_A_MESSAGE = ("type", "role", "content", "id", "status", "phase")
 PARTS = ("input_text", "output_text")
@@ -62,10 +60,24 @@ PARTS = ("input_text", "output_text")
 State: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> OpenAIRequest:
-    """Return the chat request that a body asks for.
+@dataclass(frozen=True)
+class ResponseRequest:
+    """A checked request of the Responses API: the chat that it asks for, and what the response repeats of its body."""
 
-    Raises RequestError naming the faulty field. defaults: of sampling.
+    chat: OpenAIRequest
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    parallel_tool_calls: bool = True
+    tool_choice: Any = "auto"
+    top_logprobs: int = 0
+    user: str | None = None
+
+
+def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> ResponseRequest:
+    """Convert a body into a request and check all of it. Raises RequestError naming the faulty field.
+
+    defaults: of sampling.
     """
     check_fields(body, openai_fields.RESPONSE)
     for name in STORED:
@@ -74,18 +86,30 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
     for name, allowed in FIXED.items():
         if body.get(name) not in allowed:
             raise RequestError(f"{name} is {shown(body[name])}, which is not built yet; leave it out")
+    check_fields(body, openai_fields.BESIDE_RESPONSE)
     for name, inner in INNER_FIXED.items():
         _check_inner(name, body.get(name), inner)
     _check_texts(body)
     limit = body.get("max_output_tokens")
     if limit is not None:
         check_integer("max_output_tokens", limit, 1, 2**31 - 1)
-    chat: dict[str, Any] = {name: value for name, value in body.items() if name not in OWN}
-    if limit is not None:
-        chat["max_completion_tokens"] = limit
-    chat["messages"] = _messages(body)
-    chat["logprobs"] = _wants_logprobs(body)
-    return parse_request(CHAT, chat, is_served=True, defaults=defaults)
+    messages, top = _messages(body), body.get("top_logprobs") or 0
+    wants_logprobs = _wants_logprobs(body)
+    sampling = sampling_of(body, is_served=True)
+    named = body.get("max_completion_tokens") if limit is None else limit
+    sampling["max_tokens"] = max_tokens_of(named, body.get("max_tokens"))
+    if wants_logprobs:
+        sampling["logprobs"] = top
+    return ResponseRequest(
+        chat_request(body, messages, sampling, True, defaults or {}),
+        body.get("instructions"),
+        limit,
+        body.get("metadata") or {},
+        body.get("parallel_tool_calls") is not False,
+        body.get("tool_choice") or "auto",
+        top,
+        body.get("user"),
+    )
 
 
 def _check_texts(body: Mapping[str, Any]) -> None:
@@ -93,13 +117,13 @@ def _check_texts(body: Mapping[str, Any]) -> None:
     metadata = body.get("metadata") or {}
     if len(metadata) > MAX_METADATA:
         raise RequestError(f"metadata: found {len(metadata)} entries, at most {MAX_METADATA} are allowed")
-    texts = [("metadata", name, MAX_METADATA_NAME) for name in metadata]
+    texts = [("metadata", key, MAX_METADATA_NAME) for key in metadata]
     texts += [("metadata", value, MAX_METADATA_VALUE) for value in metadata.values()]
     texts.append(("user", body.get("user") or "", MAX_METADATA_VALUE))
-    for field, text, most in texts:
+    for name, text, most in texts:
         if len(text) > most:
-            raise RequestError(f"{field}: found a text of {len(text)} characters, at most {most} are allowed")
-        check_text(field, text)
+            raise RequestError(f"{name}: found a text of {len(text)} characters, at most {most} are allowed")
+        check_text(name, text)
     check_text("instructions", body.get("instructions") or "")
 
 
@@ -127,7 +151,7 @@ def _wants_logprobs(body: Mapping[str, Any]) -> bool:
 # --------------------------------------------------------------------------------------------------- input
 
 
-def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the conversation. System messages at its start are merged, since templates read only one."""
     given, instructions = body.get("input"), body.get("instructions")
     if isinstance(given, str):
@@ -142,7 +166,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
     return [*system, *messages[count:]]
 
 
-def _message(where: str, item: Any) -> dict[str, str]:
+def _message(where: str, item: Any) -> dict[str, Any]:
     if not isinstance(item, Mapping):
         raise RequestError(f"{where}: expected an object, found {shown(item)}")
     kind = item.get("type") or "message"
@@ -182,14 +206,14 @@ def _text(where: str, content: Any) -> str:
 class ResponseHead:
     """The common fields of every object of one response.
 
-    body: the request's; temperature and top_p: the values in use.
+    temperature and top_p: the values in use.
     """
 
     id: str
     message_id: str
     created: int
     model: str
-    body: Mapping[str, Any]
+    request: ResponseRequest
     temperature: float
     top_p: float
 
@@ -201,7 +225,7 @@ class ResponseHead:
         error: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the response in its present state. usage: None while it is unknown."""
-        body = self.body
+        request = self.request
         return {
             "id": self.id,
             "object": "response",
@@ -210,25 +234,25 @@ class ResponseHead:
             "background": False,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": body.get("instructions"),
-            "max_output_tokens": body.get("max_output_tokens"),
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": None,
-            "metadata": body.get("metadata") or {},
+            "metadata": request.metadata,
             "model": self.model,
             "output": list(output),
-            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+            "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": self.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": body.get("tool_choice") or "auto",
+            "tool_choice": request.tool_choice,
             "tools": [],
-            "top_logprobs": body.get("top_logprobs") or 0,
+            "top_logprobs": request.top_logprobs,
             "top_p": self.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else response_usage(usage),
-            "user": body.get("user"),
+            "user": request.user,
         }
 
     def message(self, status: State, content: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from inferc.runtime.openai.request import model_of
 from inferc.runtime.openai.responses import (
     RESPONSES,
     ResponseHead,
+    ResponseRequest,
     parse_response_request,
     status_of,
     text_part,
@@ -48,8 +49,8 @@ def responses_routes(models: Models) -> APIRouter:
         model = models.get(model_of(body.values))
         defaults = CALLER.get().limits.defaults(of_chat(model.engine.facts.defaults))
         request = await body.read_as(partial(parse_response_request, defaults=defaults))
-        form = _ResponseForm(secrets.token_hex(12), int(time.time()), model.name, body.values)
-        return await answered(http, model, request, f"resp_{form.name}", form, bool(body.values.get("stream")))
+        form = _ResponseForm(secrets.token_hex(12), int(time.time()), model.name, request)
+        return await answered(http, model, request.chat, f"resp_{form.name}", form, bool(body.values.get("stream")))
 
     @routes.get(f"{RESPONSES}/{{response_id}}", tags=["openai"])
     @routes.delete(f"{RESPONSES}/{{response_id}}", tags=["openai"])
@@ -71,7 +72,7 @@ class _ResponseForm:
     name: str
     created: int
     model: str
-    body: Mapping[str, Any]
+    request: ResponseRequest
 
     def _head(self, answering: Answering) -> ResponseHead:
         params = answering.params
@@ -80,7 +81,7 @@ class _ResponseForm:
             f"msg_{self.name}",
             self.created,
             self.model,
-            self.body,
+            self.request,
             float(params.temperature),
             float(params.top_p),
         )

@@ -267,7 +267,7 @@ def test_a_response_that_fails_says_so_in_its_stream() -> None:
     failing = Failing(2)
 
     async def work() -> bytes:
-        form: Any = _ResponseForm("1", 2, "m", {"input": "a"})
+        form: Any = _ResponseForm("1", 2, "m", parse_response_request({"input": "a"}))
         return b"".join([each async for each in form.events(failing)])
 
     found = events(asyncio.run(work()))
@@ -284,7 +284,7 @@ def test_a_response_with_more_likely_tokens_than_one_tells_fails() -> None:
     failing = Failing(4, MAX_ENTRIES // 2)
 
     async def work() -> bytes:
-        form: Any = _ResponseForm("1", 2, "m", {"input": "a"})
+        form: Any = _ResponseForm("1", 2, "m", parse_response_request({"input": "a"}))
         return b"".join([each async for each in form.events(failing)])
 
     found = events(asyncio.run(work()))
@@ -296,7 +296,7 @@ def test_what_fails_before_anything_came_is_no_stream() -> None:
     failing = Failing(0)
 
     async def work() -> None:
-        form: Any = _ResponseForm("1", 2, "m", {"input": "a"})
+        form: Any = _ResponseForm("1", 2, "m", parse_response_request({"input": "a"}))
         await anext(form.events(failing))
 
     with pytest.raises(EngineUnavailable):
@@ -306,4 +306,4 @@ def test_what_fails_before_anything_came_is_no_stream() -> None:
 
 def test_instructions_come_first() -> None:
     found = parse_response_request({"input": "Hi", "instructions": "Be kind."})
-    assert found.prompts == ([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],)
+    assert found.chat.prompts == ([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],)
