@@ -31,7 +31,7 @@ from inferc.runtime.scheduler.scheduler import Scheduler
 from inferc.runtime.step.cost import StepWork
 from inferc.runtime.step.plan import F32, Logprobs, StepPlan
 from inferc.runtime.step.prompt_limits import check_ids, check_length
-from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams
+from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output, Sequence, StepOutputs, sequence_seed
 
 log = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ class Engine:
     def score(self, request_id: str, token_ids: Ids[int], num_top: int = 0, cache_salt: str = "") -> None:
         """Queue the scoring of a text; `take_scores` returns it when it is done.
 
-        num_top: how many of the most likely tokens to return for each position.
+        num_top: how many of the most likely tokens to return for each position, at most MAX_LOGPROBS.
         cache_salt: sequences with the same salt can find its blocks afterwards.
 
         Raises RequestError like `add_request`.
@@ -265,8 +265,6 @@ class Engine:
         self._check_prompt(ids, 0)
         if len(ids) < 2:
             raise RequestError("scoring needs 2 tokens or more, since the first has nothing before it")
-        if not 0 <= num_top <= MAX_LOGPROBS:
-            raise RequestError(f"prompt_logprobs is {num_top}; expected 0 to {MAX_LOGPROBS}")
         root = root_hash(*self.model.cache_identity, salt=cache_salt)
         self._scorer.add(request_id, ids, num_top, root, cache_salt)
 

@@ -18,7 +18,7 @@ from inferc.runtime.engine.loop import Embedded, EngineThread, Event, Failed, Sc
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.record.tapped import TappedSequence
 from inferc.runtime.step.plan import Logprobs
-from inferc.runtime.step.sampling_params import SamplingParams, from_chat, from_request
+from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, from_chat, from_request
 from inferc.runtime.step.sequence import Output
 from inferc.runtime.text.tokenizer import Text, TextStream
 
@@ -191,6 +191,8 @@ class LLM:
 
         num_top: how many of the most likely tokens to return for each position.
         """
+        if not 0 <= num_top <= MAX_LOGPROBS:
+            raise RequestError(f"prompt_logprobs is {num_top}; expected 0 to {MAX_LOGPROBS}")
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._client.score(self._encode(prompt), events.put, num_top)
         event = events.get()

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine.llm import CompletionOutput
 from inferc.runtime.openai import fields as openai_fields
-from inferc.runtime.openai.request import FIXED, FIXED_OF_EMBEDDINGS, SAMPLING, OpenAIRequest
+from inferc.runtime.openai.request import FIXED, SAMPLING, OpenAIRequest
+from inferc.runtime.openai.text_requests import FIXED_OF_EMBEDDINGS
 from inferc.runtime.step.plan import Logprobs
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity

@@ -161,9 +161,9 @@ class BatchRun:
         for line in pending:
             asked = self.source.read(line)
             try:
-                if asked.body.get("stream"):
-                    raise RequestError("stream is True, and the answers of a batch come whole; leave it out")
                 request = parse_request(asked.url, asked.body, defaults=self.backend.defaults)
+                if request.stream:
+                    raise RequestError("stream is True, and the answers of a batch come whole; leave it out")
             except RequestError as error:
                 self._write(asked, *error_body(error))
                 continue

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from inferc.errors import RequestError, shown
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.fields import check_fields
-from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, check_integer, from_chat, from_request
+from inferc.runtime.step.sampling_params import SamplingParams, check_num_top, from_chat, from_request
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
@@ -79,12 +79,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     "add_generation_prompt": (None, True),
 }
-FIXED_OF_EMBEDDINGS: dict[str, tuple[Any, ...]] = {
-    "truncate_prompt_tokens": (None,),
-    "add_special_tokens": (None, True),
-    "embed_dtype": (None, "float32"),
-    "normalize": (None,),
-}
 # Fields that a server supports for its requests and an offline batch does not.
 SERVED = frozenset(
     ("echo", "prompt_logprobs", "priority", "return_token_ids", "chat_template_kwargs", "add_generation_prompt")
@@ -98,6 +92,14 @@ Prompt: TypeAlias = str | list[int] | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
+class StreamOptions:
+    """The options of a streamed answer: its usage at the end, or so far in each chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+@dataclass(frozen=True)
 class OpenAIRequest:
     """A checked request of OpenAI's interface.
 
@@ -107,6 +109,7 @@ class OpenAIRequest:
     - prompt_logprobs: return log probabilities of the prompt's tokens, with this many most likely tokens each.
     - generates: whether any token is to be generated.
     - template: variables of the chat template.
+    - stream: the answer comes in parts, as stream_options say.
     """
 
     kind: Literal["completion", "chat"]
@@ -118,6 +121,8 @@ class OpenAIRequest:
     add_special_tokens: bool = True
     return_token_ids: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     params: SamplingParams = field(default_factory=SamplingParams, compare=False)
 
     @property
@@ -159,7 +164,7 @@ def sampling_of(body: Mapping[str, Any], is_served: bool) -> dict[str, Any]:
     if body.get("logit_bias") is not None:
         sampling["logit_bias"] = logit_bias_of(body["logit_bias"])
     if body.get("best_of") not in (None, 1, sampling.get("n", 1)):
-        raise _not_built("best_of", body["best_of"])
+        raise not_built("best_of", body["best_of"])
     if is_served and any((body.get("stream_options") or {}).values()) and not body.get("stream"):
         raise RequestError(
             f"stream_options is {shown(body['stream_options'])}, and the answer is no stream; leave it out"
@@ -171,7 +176,7 @@ def check_supported(body: Mapping[str, Any], is_served: bool) -> None:
     """Raise RequestError for a field that would change the answer and is not supported."""
     for name, allowed in FIXED.items():
         if body.get(name) not in allowed and not (is_served and name in SERVED):
-            raise _not_built(name, body[name])
+            raise not_built(name, body[name])
 
 
 def check_is_no_chat(body: Mapping[str, Any]) -> None:
@@ -192,7 +197,8 @@ def model_of(body: Mapping[str, Any]) -> str:
     return name or ""
 
 
-def _not_built(name: str, value: Any) -> RequestError:
+def not_built(name: str, value: Any) -> RequestError:
+    """Return the error for a field that would change the answer and is not supported."""
     return RequestError(f"{name} is {shown(value)}, which is not built yet; leave it out")
 
 
@@ -210,8 +216,8 @@ def _completion(
         sampling["max_tokens"] = limit
     if body.get("logprobs") is not None and body["logprobs"] is not False:
         sampling["logprobs"] = int(body["logprobs"])  # true counts as 1, as in vLLM
-    prompts = tuple(_prompts(body["prompt"]))
-    served = _served_alone(body, sampling, is_served)
+    prompts = tuple(prompts_of(body["prompt"]))
+    rest = _of_answer(body, sampling, is_served)
     return OpenAIRequest(
         "completion",
         prompts,
@@ -220,20 +226,23 @@ def _completion(
         generates=generates,
         add_special_tokens=special is not False,
         params=from_request(sampling, defaults),
-        **served,
+        **rest,
     )
 
 
-def _served_alone(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> dict[str, Any]:
-    """Return the fields of OpenAIRequest that only a server supports."""
+def _of_answer(body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool) -> dict[str, Any]:
+    """Return the fields of OpenAIRequest that say what the answer reports and how it comes."""
+    given = body.get("stream_options") or {}
+    options = StreamOptions(bool(given.get("include_usage")), bool(given.get("continuous_usage_stats")))
+    found: dict[str, Any] = {"stream": bool(body.get("stream")), "stream_options": options}
     if not is_served:
-        return {}
+        return found
     if body.get("priority"):
         sampling["priority"] = body["priority"]
     wanted = body.get("prompt_logprobs")
     if wanted is not None:
-        check_integer("prompt_logprobs", wanted, 0, MAX_LOGPROBS)
-    return {"prompt_logprobs": wanted, "return_token_ids": bool(body.get("return_token_ids"))}
+        check_num_top("prompt_logprobs", wanted)
+    return {**found, "prompt_logprobs": wanted, "return_token_ids": bool(body.get("return_token_ids"))}
 
 
 def template_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,10 +311,8 @@ def chat_request(
 ) -> OpenAIRequest:
     """Return the request for the answer to a conversation, whose messages and sampling were read from the body."""
     template = template_of(body)
-    served = _served_alone(body, sampling, is_served)
-    return OpenAIRequest(
-        "chat", (messages,), sampling, template=template, params=from_chat(sampling, defaults), **served
-    )
+    rest = _of_answer(body, sampling, is_served)
+    return OpenAIRequest("chat", (messages,), sampling, template=template, params=from_chat(sampling, defaults), **rest)
 
 
 def max_tokens_of(completion: int | None, plain: int | None) -> int | None:
@@ -324,19 +331,7 @@ def logit_bias_of(value: Mapping[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in value.items()}
 
 
-def embedding_inputs(body: Mapping[str, Any]) -> list[str | list[int]]:
-    """Return the texts of an embedding request.
-
-    Raises RequestError, also for an unsupported field that would change them.
-    """
-    check_fields(body, openai_fields.EMBEDDING)
-    for name, allowed in FIXED_OF_EMBEDDINGS.items():
-        if body.get(name) not in allowed:
-            raise _not_built(name, body[name])
-    return _prompts(body["input"], "input")
-
-
-def _prompts(value: Any, name: str = "prompt") -> list[str | list[int]]:
+def prompts_of(value: Any, name: str = "prompt") -> list[str | list[int]]:
     """Return the list of prompts, given one prompt or several of checked types."""
     if isinstance(value, str) or type(value[0]) is int:
         return [value]

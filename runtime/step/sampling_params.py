@@ -113,7 +113,7 @@ class SamplingParams:
         if self.seed is not None:
             check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
-            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check_num_top("logprobs", self.logprobs)
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias: expected a map from token id to bias with at most {MAX_LOGIT_BIAS} entries"
@@ -129,9 +129,7 @@ class SamplingParams:
 
     def _check_for_scheduler(self) -> None:
         for name in ("cache_salt", "client"):
-            if not isinstance(value := getattr(self, name), str) or len(value) > MAX_NAME:
-                raise RequestError(f"{name}: expected a string of at most {MAX_NAME} characters")
-            check_text(name, value)
+            check_name(name, getattr(self, name))
         check_integer("cache_priority", self.cache_priority, 0, MAX_CACHE_PRIORITY)
         check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         for name in ("ttft_ms", "tbt_ms"):
@@ -312,6 +310,18 @@ def check_integer(name: str, value: Any, low: int, high: int, hint: str = "") ->
     if not low <= value <= high:
         bounds = f"at least {low}" if value < low else f"at most {high}"
         raise RequestError(f"{name} is {shown(value)}; expected {bounds}" + (f" ({hint})" if hint else ""))
+
+
+def check_num_top(name: str, value: Any) -> None:
+    """Raise RequestError if the value is no number of most likely tokens to return for each position."""
+    check_integer(name, value, 0, MAX_LOGPROBS)
+
+
+def check_name(name: str, value: Any) -> None:
+    """Raise RequestError if the value is no short text, as salts and the names of clients are."""
+    if not isinstance(value, str) or len(value) > MAX_NAME:
+        raise RequestError(f"{name}: expected a string of at most {MAX_NAME} characters")
+    check_text(name, value)
 
 
 def check_ids(name: str, token_ids: Collection[Any]) -> None:

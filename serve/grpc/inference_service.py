@@ -16,7 +16,7 @@ from inferc.serve.errors import EventsOff
 from inferc.serve.grpc import protocol
 from inferc.serve.grpc.answers import Answer, joined, slices
 from inferc.serve.models import text_calls
-from inferc.serve.models.embedding import Vectors, check_inputs, embed
+from inferc.serve.models.embedding import Vectors, check_embeds, embed
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.models import ModelEntry, Models
 from inferc.serve.models.served_model import ServedModel
@@ -110,8 +110,9 @@ class InferenceService:
 
     async def embed(self, request: pb.EmbedRequest) -> Answer:
         model = self.models.get(request.model)
-        check_inputs(model, len(request.inputs))
-        inputs = await in_text_thread(lambda: [_input_of(model, at, each) for at, each in enumerate(request.inputs)])
+        check_embeds(model)
+        protocol.check_embed(request)
+        inputs = await in_text_thread(lambda: [_input_of(at, each) for at, each in enumerate(request.inputs)])
         vectors = await embed(model, inputs, request.dimensions if request.HasField("dimensions") else None)
         return await joined(_embeddings(vectors), vectors.values.size)
 
@@ -297,15 +298,12 @@ def _scores(ids: Sequence[int], rows: Sequence[Logprobs]) -> Iterator[pb.ScoreRe
         yield pb.ScoreResponse(logprobs=of_part)
 
 
-def _input_of(model: ServedModel, number: int, given: pb.EmbedInput) -> str | list[int]:
+def _input_of(number: int, given: pb.EmbedInput) -> str | list[int]:
     """Return the prompt of a request, which is a text or token ids; raises RequestError."""
     kind = given.WhichOneof("input")
     if kind is None:
         raise RequestError(f"inputs[{number}] is empty; set text or token_ids")
-    if kind == "text":
-        return given.text
-    model.check_length(len(given.token_ids.ids), room=0)
-    return list(given.token_ids.ids)
+    return given.text if kind == "text" else list(given.token_ids.ids)
 
 
 def _embeddings(vectors: Vectors) -> Iterator[pb.EmbedResponse]:

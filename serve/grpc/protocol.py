@@ -11,6 +11,8 @@ from google.protobuf.message import Message
 
 from inferc.errors import RequestError
 from inferc.runtime.kv_cache.events import CacheEvent, Removed, Stored
+from inferc.runtime.openai.request import MAX_PROMPTS
+from inferc.runtime.openai.text_requests import check_dimensions
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, check_num_items, from_request
 from inferc.serve.kv_events.log import Numbered, block_number
@@ -51,6 +53,14 @@ def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
     if not chat.messages:
         raise RequestError("chat has no messages; give at least one")
     return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def check_embed(message: pb.EmbedRequest) -> None:
+    """Raise RequestError for a number of texts or of dimensions that is out of range."""
+    if not 1 <= len(message.inputs) <= MAX_PROMPTS:
+        raise RequestError(f"input: found {len(message.inputs)} texts; expected 1 to {MAX_PROMPTS}")
+    if message.HasField("dimensions"):
+        check_dimensions(message.dimensions)
 
 
 def num_top(message: Message, field: str, default: int) -> int:

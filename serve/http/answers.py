@@ -90,9 +90,7 @@ def _num_entries(answering: Answering, answers: list[Answer]) -> int:
     return answering.num_entries + outputs * (1 + (answering.params.logprobs or 0))
 
 
-async def answered(
-    http: Request, model: ServedModel, request: OpenAIRequest, name: str, form: Form, is_streamed: bool
-) -> Response:
+async def answered(http: Request, model: ServedModel, request: OpenAIRequest, name: str, form: Form) -> Response:
     """Answer a request for text in the form of its route, whole or as a stream of events.
 
     name: the answer's id (PREFIX-… or PREFIX_…), from which the request's name in the engine is made.
@@ -106,7 +104,7 @@ async def answered(
     try:
         async with while_client_waits(http.receive):
             await answering.start()
-            if not is_streamed:
+            if not request.stream:
                 answers = await answering.answers()
                 make = partial(_whole, form, answering, answers)
                 return make() if _num_entries(answering, answers) <= MANY_ENTRIES else await in_text_thread(make)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,20 +14,16 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from inferc.errors import RequestError, shown
-from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.answer import Answer, response_body
-from inferc.runtime.openai.fields import check_fields
 from inferc.runtime.openai.request import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
     OpenAIRequest,
-    check_is_no_chat,
-    embedding_inputs,
     model_of,
     parse_request,
 )
+from inferc.runtime.openai.text_requests import read_detokenize, read_embedding, read_tokenize
 from inferc.runtime.step.sampling_params import of_chat
 from inferc.serve.answering.answering import MANY_ENTRIES, Answering
 from inferc.serve.answering.logprobs_json import chat_lists, json_items, json_list
@@ -37,7 +33,7 @@ from inferc.serve.http.edge import body_of, while_client_waits
 from inferc.serve.http.openai_chunks import DONE, Chunks, event
 from inferc.serve.http.responses_api import responses_routes
 from inferc.serve.models import text_calls
-from inferc.serve.models.embedding import Vectors, embed
+from inferc.serve.models.embedding import Vectors, check_embeds, embed
 from inferc.serve.models.long_texts import BY_TURNS, in_text_thread
 from inferc.serve.models.models import Models
 from inferc.serve.models.served_model import ServedModel
@@ -66,19 +62,16 @@ def openai_routes(models: Models) -> APIRouter:
     routes.include_router(responses_routes(models))
 
     @routes.post(EMBEDDINGS, tags=["openai"], response_model=None, openapi_extra=described("EmbeddingBody"))
-    async def embeddings(request: Request) -> Response:
+    async def embeddings(http: Request) -> Response:
         """Compute the embedding vectors of texts, for models that make them."""
-        body = await read_body(request)
-        inputs = await body.read_as(embedding_inputs)
-        values = body.values
-        model = models.get(values.get("model") or "")
-        form = values.get("encoding_format") or "float"
-        if form not in ("float", "base64"):
-            raise RequestError(f"encoding_format is {shown(form, 40)}; expected float or base64")
-        request.scope["started"]()  # the rest waits for the engine, not for the event loop
-        async with while_client_waits(request.receive):
-            vectors = await embed(model, inputs, values.get("dimensions"))
-        return await in_text_thread(partial(_embeddings, model.name, vectors, form))
+        body = await read_body(http)
+        request = await body.read_as(read_embedding)
+        model = models.get(request.model)
+        check_embeds(model)
+        http.scope["started"]()  # the rest waits for the engine, not for the event loop
+        async with while_client_waits(http.receive):
+            vectors = await embed(model, request.inputs, request.dimensions)
+        return await in_text_thread(partial(_embeddings, model.name, vectors, request.encoding_format))
 
     # -------------------------------------------------------------------------------------------- models
 
@@ -97,38 +90,25 @@ def openai_routes(models: Models) -> APIRouter:
     async def tokenize(http: Request) -> Json:
         """Return the token ids of a prompt or a conversation, as the model would get them."""
         body = await read_body(http)
-        values = body.values
-        check_fields(values, openai_fields.TOKENIZE)
-        model = models.get(values.get("model") or "")
-        prompt = values.get("prompt")
-        if (prompt is None) == (values.get("messages") is None):
-            http.scope["started"]()
-            raise RequestError("prompt: expected one of prompt and messages")
-        if prompt is not None:
-            check_is_no_chat(values)
-            http.scope["started"]()
-            special = values.get("add_special_tokens") is not False
-            async with while_client_waits(http.receive):
-                ids = await text_calls.tokenize(model, prompt, special)
-        else:
-            request = await body.read_as(partial(parse_request, CHAT, is_served=True))
-            http.scope["started"]()
-            messages: Any = request.prompts[0]
-            async with while_client_waits(http.receive):
-                ids = await text_calls.tokenize_chat(model, messages, request.template)
-        make = partial(_tokens, model, ids, bool(values.get("return_token_strs")))
+        request = await body.read_as(read_tokenize)
+        model, prompt = models.get(request.model), request.prompt
+        http.scope["started"]()
         async with while_client_waits(http.receive):
+            if isinstance(prompt, str):
+                ids = await text_calls.tokenize(model, prompt, request.add_special_tokens)
+            else:
+                ids = await text_calls.tokenize_chat(model, prompt, request.template)
+            make = partial(_tokens, model, ids, request.return_token_strs)
             return make() if len(ids) <= MANY_ENTRIES else await BY_TURNS.run(make)
 
     @routes.post("/detokenize", tags=["text"], openapi_extra=described("DetokenizeBody"))
     async def detokenize(http: Request) -> Json:
         """Return the text of token ids."""
         body = await read_body(http)
-        await body.read_as(partial(check_fields, fields=openai_fields.DETOKENIZE))
-        values = body.values
-        model = models.get(values.get("model") or "")
+        request = await body.read_as(read_detokenize)
+        model = models.get(request.model)
         http.scope["started"]()
-        skip, ids = bool(values.get("skip_special_tokens")), values["tokens"]
+        skip, ids = request.skip_special_tokens, request.tokens
         async with while_client_waits(http.receive):
             return await text_calls.detokenize(model, ids, lambda: Json({"prompt": model.decode(ids, skip)}))
 
@@ -210,21 +190,20 @@ async def _generate(models: Models, url: str, http: Request) -> Response:
     of_model = model.engine.facts.defaults
     defaults = CALLER.get().limits.defaults(of_chat(of_model) if url == CHAT else of_model)
     request = await body.read_as(partial(parse_request, url, is_served=True, defaults=defaults))
-    form = _Completions(secrets.token_hex(12), int(time.time()), model, body.values.get("stream_options") or {})
-    return await answered(http, model, request, form.id_of(request), form, bool(body.values.get("stream")))
+    form = _Completions(secrets.token_hex(12), int(time.time()), model)
+    return await answered(http, model, request, form.id_of(request), form)
 
 
 @dataclass(frozen=True)
 class _Completions:
     """The form of completions and chat completions: one object, or a stream of chunks.
 
-    name: the random part of the answer's id. options: the request's `stream_options`.
+    name: the random part of the answer's id.
     """
 
     name: str
     created: int
     model: ServedModel
-    options: Mapping[str, Any]
 
     def id_of(self, request: OpenAIRequest) -> str:
         return f"{'chatcmpl' if request.kind == 'chat' else 'cmpl'}-{self.name}"
@@ -251,9 +230,9 @@ class _Completions:
             "model": self.model.name,
             "system_fingerprint": self.model.fingerprint,
         }
-        with_usage = bool(self.options.get("include_usage"))
-        continuous = bool(self.options.get("continuous_usage_stats"))
-        chunks = Chunks(answering.request, head, answering.token, with_usage, continuous)
+        options = answering.request.stream_options
+        continuous = options.continuous_usage_stats
+        chunks = Chunks(answering.request, head, answering.token)
         counts: dict[int, int] = {}
         has_begun = False
         try:
@@ -267,7 +246,7 @@ class _Completions:
                     else:
                         yield chunks.of(index, delta, prompt_json, usage)
                     has_begun = True
-            if with_usage:
+            if options.include_usage:
                 yield chunks.usage(answering.usage(counts))
         except Exception as error:
             if not has_begun:

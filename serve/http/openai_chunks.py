@@ -37,8 +37,6 @@ class Chunks:
         request: OpenAIRequest,
         head: Mapping[str, Any],
         token: TokenOf,
-        include_usage: bool = False,
-        continuous_usage: bool = False,
     ) -> None:
         """Prepare the parts that all chunks share; head: the fields with which each begins (id, created, model, …)."""
         self._request, self._token = request, token
@@ -47,7 +45,9 @@ class Chunks:
         start = msgspec.json.encode({"object": kind, **head})[:-1]
         self._start = b"data: " + start + b',"choices":[{"index":'
         self._start_of_usage = b"data: " + start + b',"choices":[],"usage":'
-        self._end = b',"usage":null}\n\n' if include_usage and not continuous_usage else b"}\n\n"
+        options = request.stream_options
+        has_null = options.include_usage and not options.continuous_usage_stats
+        self._end = b',"usage":null}\n\n' if has_null else b"}\n\n"
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 

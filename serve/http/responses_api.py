@@ -50,7 +50,7 @@ def responses_routes(models: Models) -> APIRouter:
         defaults = CALLER.get().limits.defaults(of_chat(model.engine.facts.defaults))
         request = await body.read_as(partial(parse_response_request, defaults=defaults))
         form = _ResponseForm(secrets.token_hex(12), int(time.time()), model.name, request)
-        return await answered(http, model, request.chat, f"resp_{form.name}", form, bool(body.values.get("stream")))
+        return await answered(http, model, request.chat, f"resp_{form.name}", form)
 
     @routes.get(f"{RESPONSES}/{{response_id}}", tags=["openai"])
     @routes.delete(f"{RESPONSES}/{{response_id}}", tags=["openai"])

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inferc.errors import RequestError
-from inferc.runtime.step.sampling_params import check_integer
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.served_model import ServedModel
-
-MAX_INPUTS = 2048
-MAX_DIMENSIONS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -26,14 +21,12 @@ class Vectors:
     num_tokens: int
 
 
-async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimensions: Any = None) -> Vectors:
+async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimensions: int | None = None) -> Vectors:
     """Return the embedding vector of each input, cut to `dimensions`, and normalized again if the model normalizes.
 
-    Raises RequestError, and the same errors as ServedModel.embed.
+    The caller has checked that the model embeds (`check_embeds`), and the number of inputs and of dimensions. Raises
+    RequestError, and the same errors as ServedModel.embed.
     """
-    check_inputs(model, len(inputs))
-    if dimensions is not None:
-        check_integer("dimensions", dimensions, 1, MAX_DIMENSIONS)
     for each in inputs:
         if not isinstance(each, str):
             model.check_length(len(each), room=0)
@@ -50,14 +43,7 @@ async def embed(model: ServedModel, inputs: Sequence[str | list[int]], dimension
     return Vectors(values, sum(map(len, ids)))
 
 
-def check_inputs(model: ServedModel, count: int) -> None:
-    """Raise RequestError for a model that makes no vectors, and for a number of texts that is not 1 to MAX_INPUTS."""
-    _check_embeds(model)
-    if not 1 <= count <= MAX_INPUTS:
-        raise RequestError(f"input: found {count} texts; expected 1 to {MAX_INPUTS}")
-
-
-def _check_embeds(model: ServedModel) -> None:
+def check_embeds(model: ServedModel) -> None:
     """Raise RequestError for a model that makes no vectors.
 
     Either it is no embedding model, or it was compiled for a target that makes none.

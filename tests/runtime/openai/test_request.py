@@ -8,7 +8,8 @@ from batches import CHAT, COMPLETIONS, EMBEDDINGS
 from inferc.errors import GenerationError, ObjectiveError, RequestError
 from inferc.runtime.engine.llm import CompletionOutput
 from inferc.runtime.openai.answer import Answer, Token, error_body, prompt_offsets, response_body
-from inferc.runtime.openai.request import OpenAIRequest, joined, parse_request
+from inferc.runtime.openai.request import OpenAIRequest, StreamOptions, joined, parse_request
+from inferc.runtime.openai.text_requests import EmbeddingRequest, read_embedding, read_tokenize
 from inferc.runtime.step.plan import Logprobs
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -278,3 +279,31 @@ def test_a_chat_completion() -> None:
         ],
     }
     assert (second["token"], second["bytes"]) == ("\ufffd", None)
+
+
+def test_a_conversation_is_tokenized_without_parameters_of_sampling() -> None:
+    made = read_tokenize({"messages": MESSAGES, "temperature": "hot", "n": 1000, "add_generation_prompt": False})
+    assert (made.prompt, made.template) == (MESSAGES, {"add_generation_prompt": False})
+    for body, message in (
+        ({"tools": [{"type": "function"}]}, "tools is .* not built yet"),
+        ({"add_special_tokens": True}, "the chat template writes its own"),
+        ({"messages": [{"role": 5}]}, r"messages\[0\]: expected an object"),
+        ({"prompt": "a"}, "expected one of prompt and messages"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            read_tokenize({"messages": MESSAGES, **body})
+
+
+def test_a_request_says_how_its_answer_comes() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": None}
+    request = parse_request(CHAT, {"messages": MESSAGES, "stream": True, "stream_options": options}, is_served=True)
+    assert request.stream and request.stream_options == StreamOptions(include_usage=True)
+    assert not parse_request(COMPLETIONS, {"prompt": "a", "stream": None, "stream_options": None}).stream
+
+
+def test_vectors_that_are_asked_for() -> None:
+    body = {"input": [[1], [2]], "encoding_format": "base64", "dimensions": 8, "model": "m"}
+    assert read_embedding(body) == EmbeddingRequest("m", [[1], [2]], "base64", 8)
+    for value, message in ((0, "dimensions is 0; expected at least 1"), ("8", "dimensions: expected an integer")):
+        with pytest.raises(RequestError, match=message):
+            read_embedding({"input": "a", "dimensions": value})

@@ -21,9 +21,10 @@ from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import RequestError
 from inferc.manifest_types import Pooling
+from inferc.runtime.openai.request import MAX_PROMPTS
 from inferc.serve.grpc.inference_service import InferenceService
 from inferc.serve.http.edge import STARTS_AT_ONCE
-from inferc.serve.models.embedding import MAX_INPUTS, embed
+from inferc.serve.models.embedding import check_embeds
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.security.access import Key, digest_of, write_keys
 
@@ -84,9 +85,11 @@ def test_a_model_for_vectors_that_is_compiled_for_what_makes_none(target: str, r
     )
     model: Any = SimpleNamespace(name="m", embeds=False, artifact=artifact)
     models: Any = SimpleNamespace(get=lambda name: model)
-    for work in (embed(model, ["a"]), InferenceService(models).embed(pb.EmbedRequest())):  # that of HTTP, and gRPC's
-        with pytest.raises(RequestError, match=f"model m was made for vectors of texts, but {message}"):
-            asyncio.run(work)
+    message = f"model m was made for vectors of texts, but {message}"
+    with pytest.raises(RequestError, match=message):
+        check_embeds(model)
+    with pytest.raises(RequestError, match=message):
+        asyncio.run(InferenceService(models).embed(pb.EmbedRequest()))
 
 
 @pytest.mark.slow
@@ -130,12 +133,12 @@ def test_bad_requests(embedding: Server, url: str) -> None:
 
 def test_as_many_texts_as_are_documented(embedding: Server) -> None:
     """More than there are residency for sequences; those of one call are computed a wave at a time."""
-    texts = ["a text", "other"] * (MAX_INPUTS // 2)
+    texts = ["a text", "other"] * (MAX_PROMPTS // 2)
     with Client(embedding.address, retries=0) as client:
         found = np.array(client.embed(texts))
-        np.testing.assert_allclose(found, np.tile(client.embed(texts[:2]), (MAX_INPUTS // 2, 1)), atol=1e-6)
-    reply = request(embedding.url, EMBEDDINGS, {"input": [[8]] * MAX_INPUTS})
-    assert reply.status == 200 and [each["index"] for each in reply.json["data"]] == list(range(MAX_INPUTS))
+        np.testing.assert_allclose(found, np.tile(client.embed(texts[:2]), (MAX_PROMPTS // 2, 1)), atol=1e-6)
+    reply = request(embedding.url, EMBEDDINGS, {"input": [[8]] * MAX_PROMPTS})
+    assert reply.status == 200 and [each["index"] for each in reply.json["data"]] == list(range(MAX_PROMPTS))
 
 
 @pytest.mark.slow
