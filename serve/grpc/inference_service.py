@@ -10,7 +10,7 @@ from functools import partial
 from inferc.errors import RequestError
 from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.step.plan import Logprobs
-from inferc.runtime.step.sampling_params import changed
+from inferc.runtime.step.sampling_params import changed, check_name
 from inferc.serve.answering.entry_limits import check_entries, check_likely
 from inferc.serve.errors import EventsOff
 from inferc.serve.grpc import protocol
@@ -103,6 +103,7 @@ class InferenceService:
     async def score(self, request: pb.ScoreRequest) -> Answer:
         model = self.models.get(request.model)
         top = protocol.num_top(request, "top_logprobs", 1)
+        check_name("cache_salt", request.cache_salt)
         ids = await self._prompt(model, request)
         check_entries(len(ids) * (1 + top))
         rows = (await model.score(ids, top, protocol.request_id(request), request.cache_salt)).rows

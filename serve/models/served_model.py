@@ -8,8 +8,8 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from inferc.serve.models.residency import Residency
 from inferc.serve.models.streams import ModelFacts, RequestTracer, Stream
 from inferc.serve.models.supervisor import HANG_SECONDS, Supervisor
 from inferc.serve.models.tasks import deadline, gather_some
-from inferc.serve.security.access import CALLER, Caller
+from inferc.serve.security.access import CALLER
 from inferc.system.logging import REQUEST_ID, LogFormat
 
 log = logging.getLogger(__name__)
@@ -242,7 +242,8 @@ class ServedModel:
     ) -> Stream:
         """Start a request in the caller's name, within its limits; raise as AsyncEngine.open and Caller.begin do."""
         caller = CALLER.get()
-        params = self._begin(caller, len(prompt_token_ids), params)
+        with self._refusals_counted():
+            params = caller.begin(len(prompt_token_ids), params)
         try:
             stream = self.engine.open(
                 prompt_token_ids,
@@ -265,23 +266,26 @@ class ServedModel:
     ) -> Score:
         """Call AsyncEngine.score within the limits of the caller; n: number of choices that report the scores."""
         caller = CALLER.get()
-        params = self._begin(caller, len(token_ids), SamplingParams(max_tokens=1, n=n, cache_salt=cache_salt))
+        with self._refusals_counted():
+            caller.begin_reading(len(token_ids), n)
         try:
             async with deadline(caller.limits.max_request_seconds):
-                return await self.engine.score(token_ids, num_top, request_id, caller.name, params.cache_salt)
+                return await self.engine.score(token_ids, num_top, request_id, caller.name, caller.salt(cache_salt))
         finally:
             caller.end(0)
 
     def count(self, prompt_len: int, n: int = 1) -> None:
-        """Count a request of the caller for which nothing is computed; raises the same errors as Caller.begin."""
+        """Count a request of the caller for which nothing is computed; raises as Caller.begin_reading does."""
         caller = CALLER.get()
-        self._begin(caller, prompt_len, SamplingParams(max_tokens=1, n=n))
+        with self._refusals_counted():
+            caller.begin_reading(prompt_len, n)
         caller.end(0)
 
     async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Call AsyncEngine.embed for each text, TEXTS_AT_ONCE at a time; all together are one request of the caller."""
         caller, lengths = CALLER.get(), [len(each) for each in texts]
-        self._begin(caller, max(lengths), SamplingParams(max_tokens=1), sum(lengths))
+        with self._refusals_counted():
+            caller.begin_reading(max(lengths), num_tokens=sum(lengths))
         try:
             async with deadline(caller.limits.max_request_seconds):
                 return await gather_some(lambda ids: self.engine.embed(ids, "", caller.name), texts, TEXTS_AT_ONCE)
@@ -293,11 +297,11 @@ class ServedModel:
         """True if the model makes embedding vectors of texts."""
         return self.pooling is not None
 
-    def _begin(
-        self, caller: Caller, prompt_len: int, params: SamplingParams, num_tokens: int | None = None
-    ) -> SamplingParams:
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        """Count what is refused inside because the caller's key has used up its rate."""
         try:
-            return caller.begin(prompt_len, params, num_tokens)
+            yield
         except RateLimited:
             self.engine.metrics.refused("rate_limit")
             raise

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from inferc.errors import RequestError
-from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.serve.models.long_texts import BY_TURNS, check_characters
 from inferc.serve.models.served_model import ServedModel
 from inferc.serve.security.access import CALLER
@@ -23,7 +22,7 @@ Result = TypeVar("Result")
 async def tokenize(model: ServedModel, text: str, add_special_tokens: bool = True) -> list[int]:
     """Return the token ids of a text.
 
-    Raises RequestError for a text that is too long, and the same errors as Caller.begin.
+    Raises RequestError for a text that is too long, and the same errors as Caller.begin_reading.
     """
     check_characters(len(text), model.engine.facts.max_model_len)
     with _counted():
@@ -44,7 +43,7 @@ async def tokenize_chat(
 async def detokenize(model: ServedModel, token_ids: Sequence[int], made: Callable[[], Result]) -> Result:
     """Return the result of `made`, which turns the ids into text, on a thread, as there may be many ids.
 
-    Raises RequestError for too many ids, and the same errors as Caller.begin.
+    Raises RequestError for too many ids, and the same errors as Caller.begin_reading.
     """
     limit = max(MAX_TOKENS, model.engine.facts.max_model_len)
     if len(token_ids) > limit:
@@ -57,7 +56,7 @@ async def detokenize(model: ServedModel, token_ids: Sequence[int], made: Callabl
 def _counted() -> Iterator[None]:
     """Count the body as a request of the caller's with no tokens, since the model computes none."""
     caller = CALLER.get()
-    caller.begin(0, SamplingParams(max_tokens=1))
+    caller.begin_reading(0)
     try:
         yield
     finally:

@@ -69,14 +69,18 @@ class Limits:
         least = {"min_tokens": min(most, of_model["min_tokens"])} if "min_tokens" in of_model else {}
         return {**of_model, **least, "max_tokens": most}
 
-    def apply(self, prompt_len: int, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with open-ended ones bounded by the limits; raise RequestError for one over a limit."""
+    def check(self, prompt_len: int, n: int) -> None:
+        """Raise RequestError for a prompt that is too long, or for too many outputs or choices of it."""
         if self.max_prompt_tokens is not None and prompt_len > self.max_prompt_tokens:
             raise RequestError(
                 f"the prompt has {prompt_len} tokens, and {self.max_prompt_tokens} are allowed here; shorten it"
             )
-        if self.max_n is not None and params.n > self.max_n:
-            raise RequestError(f"n is {params.n}; at most {self.max_n} is allowed here")
+        if self.max_n is not None and n > self.max_n:
+            raise RequestError(f"n is {n}; at most {self.max_n} is allowed here")
+
+    def apply(self, prompt_len: int, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with open-ended ones bounded by the limits; raise RequestError for one over a limit."""
+        self.check(prompt_len, params.n)
         limit = self.max_output_tokens
         if limit is not None and params.min_tokens > limit:
             raise RequestError(f"min_tokens is {params.min_tokens}; at most {limit} is allowed here")
@@ -201,18 +205,37 @@ class Caller:
         if self.key is not None and not self.key.admin:
             raise Forbidden(f"key {self.name!r} may not do this; it takes a key with admin")
 
-    def begin(self, prompt_len: int, params: SamplingParams, num_tokens: int | None = None) -> SamplingParams:
+    def begin(self, prompt_len: int, params: SamplingParams) -> SamplingParams:
         """Count a request that begins, and return its parameters within the caller's limits and in the caller's name.
 
-        `end` must be called when the request is over. num_tokens: tokens of all prompts, if it has several;
-        prompt_len is then the length of the longest. Raises RequestError or RateLimited.
+        `end` must be called when the request is over. Raises RequestError or RateLimited.
         """
-        num_tokens = prompt_len if num_tokens is None else num_tokens
         params = self.limits.apply(prompt_len, params)
+        self._count(prompt_len)
+        if self.key is None:
+            return params
+        # The client is always the key's name, so that keys share the engine evenly whatever their requests say.
+        return changed(params, client=self.key.name, cache_salt=self.salt(params.cache_salt))
+
+    def begin_reading(self, prompt_len: int, n: int = 1, num_tokens: int | None = None) -> None:
+        """Count a request that begins and generates nothing.
+
+        `end` must be called when the request is over. n: choices that report the prompt. num_tokens: tokens of all
+        prompts, if it has several; prompt_len is then the length of the longest. Raises RequestError or RateLimited.
+        """
+        self.limits.check(prompt_len, n)
+        self._count(prompt_len if num_tokens is None else num_tokens)
+
+    def salt(self, cache_salt: str) -> str:
+        """Return the salt of a request in the caller's name: a salted key shares cached prefixes with no other."""
+        key = self.key
+        return f"{key.sha256[:16]}:{cache_salt}"[:MAX_NAME] if key is not None and key.salted else cache_salt
+
+    def _count(self, num_tokens: int) -> None:
         key = self.key
         if key is None:
             self.num_open += 1
-            return params
+            return
         if key.max_concurrent is not None and self.num_open >= key.max_concurrent:
             raise RateLimited(
                 f"key {key.name!r} has {self.num_open} requests under way, and {key.max_concurrent} are allowed at"
@@ -231,9 +254,6 @@ class Caller:
         if self.tokens is not None:
             self.tokens.take(num_tokens)
         self.num_open += 1
-        # The client is always the key's name, so that keys share the engine evenly whatever their requests say.
-        salt = f"{key.sha256[:16]}:{params.cache_salt}"[:MAX_NAME] if key.salted else params.cache_salt
-        return changed(params, client=key.name, cache_salt=salt)
 
     def end(self, output_tokens: int) -> None:
         self.num_open -= 1

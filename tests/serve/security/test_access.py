@@ -76,6 +76,18 @@ def test_requests_and_tokens_of_a_key_are_bounded() -> None:
     assert headers[b"x-ratelimit-limit-requests"] == b"2" and headers[b"x-ratelimit-remaining-tokens"] == b"0"
 
 
+def test_what_generates_nothing_is_bounded_as_well() -> None:
+    caller = Caller(key(tokens_per_minute=100), Limits(max_prompt_tokens=60, max_output_tokens=1, max_n=2), Clock())
+    for prompt_len, n, message in ((61, 1, "the prompt has 61 tokens"), (1, 3, "n is 3; at most 2")):
+        with pytest.raises(RequestError, match=message):
+            caller.begin_reading(prompt_len, n)
+    assert caller.num_open == 0
+    caller.begin_reading(60, 2, num_tokens=100)
+    assert caller.num_open == 1
+    with pytest.raises(RateLimited, match="used its 100 tokens a minute"):
+        caller.begin_reading(1)
+
+
 def test_a_key_speaks_in_its_own_name_and_salt() -> None:
     caller = Caller(key("alice", salted=True), Limits())
     params = caller.begin(5, SamplingParams(client="somebody", cache_salt="mine"))
