@@ -19,7 +19,7 @@ class NoForgetting:
     """A cache in which every query sees all that the attention of its layer asks for."""
 
     moves_blocks = False
-    """Whether `block_tables` differ from the groups' own tables."""
+    """True if `block_tables` differ from the groups' own tables."""
 
     def __init__(self, groups: Sequence[FullGroup]) -> None:
         self._groups = groups

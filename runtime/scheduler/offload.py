@@ -18,7 +18,7 @@ class NoOffload:
 
     manager: OffloadManager | None = None
     outlives_engine = False
-    """Whether what is stored is there for the next run."""
+    """True if what is stored is there for the next run."""
 
     @property
     def is_busy(self) -> bool:
