@@ -24,6 +24,7 @@ import numpy as np
 import triton
 import triton.language as tl
 from gpu_model import RandomModel, random_model
+from gpu_timing import elapsed_ms
 from measured import circumstances
 
 from inferc.codegen.triton.aot.build import build
@@ -112,18 +113,6 @@ TINY: dict[str, Any] = {
     "vocab_size": 320,
     "max_position_embeddings": 256,
 }
-
-
-def elapsed_ms(driver: Driver, stream: Any, run: Callable[[], object]) -> float:
-    start, end = driver.new_event(timed=True), driver.new_event(timed=True)
-    driver.record(start, stream)
-    run()
-    driver.record(end, stream)
-    driver.wait_event(end)
-    spent = driver.milliseconds(start, end)
-    for event in (start, end):
-        driver.call("cuEventDestroy_v2", event)
-    return spent
 
 
 def greedy(count: int) -> SamplingParams:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from gpu_timing import elapsed_ms
 from torch import Tensor
 from torch.nn import functional
 
@@ -279,8 +280,6 @@ def rows(driver: Driver, *, tiny: bool = False) -> list[dict[str, Any]]:
 
 
 def measure(driver: Driver, bench: Bench) -> dict[str, Any]:
-    from gpu import elapsed_ms
-
     placed, stream = Placed(driver), driver.new_stream()
     flush = driver.allocate(FLUSH_BYTES if bench.tensors[bench.out].is_cuda else 256)
     if bench.tensors[bench.out].is_cuda:

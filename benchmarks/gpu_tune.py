@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu import TINY, elapsed_ms
+from gpu import TINY
 from gpu_model import random_step
+from gpu_timing import elapsed_ms
 
 from inferc.codegen.triton.aot.build import Cubin
 from inferc.codegen.triton.aot.builders import Builders, Job

@@ -15,22 +15,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from inferc.kv_groups import CacheGroup, CacheLimits, ChunkCacheGroup, EvictedCacheGroup, WindowCacheGroup
+from inferc.kv_groups import CacheGroup, CacheLimits
 from inferc.runtime.kv_cache.block_pool import BlockPool
 from inferc.runtime.kv_cache.block_store import BlockStore, NoStore, OffloadedBlocks
-from inferc.runtime.kv_cache.evicted import EvictedGroup
 from inferc.runtime.kv_cache.forgetting import forgetting_of
 from inferc.runtime.kv_cache.group import FullGroup, SlotArrays
-from inferc.runtime.kv_cache.window import WindowGroup
 from inferc.runtime.step.plan import I32, I64, Copies
-
-KINDS: dict[type[CacheGroup], type[FullGroup]] = {
-    CacheGroup: FullGroup,
-    WindowCacheGroup: WindowGroup,
-    ChunkCacheGroup: WindowGroup,
-    EvictedCacheGroup: EvictedGroup,
-}
-"""The class that keeps the blocks of a group, by the type of the group's spec."""
 
 
 class KVCacheManager:
@@ -76,7 +66,7 @@ class KVCacheManager:
             if num_offloaded:
                 store = OffloadedBlocks(pool, num_offloaded[index], in_place=in_place)
             slots = SlotArrays(self.begins[index], self.ends[index], self.num_offloaded[index])
-            made.append(KINDS[type(spec)](spec, pool, store, limits, slots))
+            made.append(spec.find_blocks()(spec, pool, store, limits, slots))
         self.groups: tuple[FullGroup, ...] = tuple(made)
         self.tables: tuple[I32, ...] = tuple(group.table for group in made)
         self.pools = tuple(group.pool for group in made)

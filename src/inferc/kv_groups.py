@@ -7,11 +7,12 @@ numpy.
 
 from __future__ import annotations
 
+import importlib
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.manifest_types import KvGroup
@@ -57,6 +58,13 @@ class CacheGroup:
 
     bytes_per_token: int
     frees_blocks: ClassVar[bool] = False
+    blocks: ClassVar[str] = "inferc.runtime.kv_cache.group:FullGroup"
+    """The module:name of the class that keeps the group's blocks."""
+
+    def find_blocks(self) -> Any:
+        """Import and return the class that keeps the group's blocks, a subclass of FullGroup."""
+        module, _, name = self.blocks.partition(":")
+        return getattr(importlib.import_module(module), name)
 
     def first_key(self, position: int) -> int:
         """Return the first token that the query at `position` sees, sinks aside.
@@ -95,6 +103,7 @@ class WindowCacheGroup(CacheGroup):
 
     window: int
     frees_blocks: ClassVar[bool] = True
+    blocks: ClassVar[str] = "inferc.runtime.kv_cache.window:WindowGroup"
 
     def first_key(self, position: int) -> int:
         return max(0, position - self.window + 1)
@@ -146,6 +155,7 @@ class EvictedCacheGroup(CacheGroup):
     stride: int
     counted: int = 0
     frees_blocks: ClassVar[bool] = True
+    blocks: ClassVar[str] = "inferc.runtime.kv_cache.evicted:EvictedGroup"
 
     def first_key(self, position: int) -> int:
         first = position // self.stride * self.stride - self.window

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from lowest_versions import PROJECT, is_bound, lowest
+
+from inferc.cli.common import EXTRAS
+from inferc.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
 NOT_TRIED = {"ray": "the extra cluster is not built yet"}
@@ -44,3 +48,15 @@ def test_the_second_set_is_what_a_machine_with_a_gpu_has() -> None:
     assert second["numpy"].startswith("2.5.") and second["pytest"].startswith("9.")
     assert {"pytest-benchmark", "pytest-timeout", "pytest-xdist", "hypothesis"} <= second.keys()
     assert "inferc" not in second
+
+
+def test_a_missing_package_is_told_with_an_extra_that_installs_it() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert set(EXTRAS) < set(extras)
+    for spec in TARGETS:
+        assert set(spec.packages) <= set(EXTRAS.get(spec.extra.removesuffix("-gpu"), ())), spec.name
+    installed_by = packages_distributions()
+    for name, modules in EXTRAS.items():
+        wanted = {normal(re.split(r"[^\w.-]", each)[0]) for each in extras[name]}
+        for module in filter(installed_by.__contains__, modules):  # what is not here cannot be looked up
+            assert wanted & set(map(normal, installed_by[module])), f"inferc[{name}] does not install {module}"

@@ -244,16 +244,35 @@ def fail(message: str, code: int) -> int:
     return code
 
 
+# The modules that each extra of pyproject.toml installs and that a command may lack.
+EXTRAS = {
+    "compile": ("torch", "transformers", "sentencepiece"),
+    "serve": (
+        "cryptography",
+        "fastapi",
+        "google",
+        "grpc",
+        "grpc_health",
+        "grpc_reflection",
+        "httptools",
+        "prometheus_client",
+        "uvicorn",
+        "zmq",
+    ),
+    "bench": ("aiohttp",),
+    "cuda": ("triton",),
+    "onnx": ("onnx", "onnx_ir", "onnxruntime"),
+    "tensorrt": ("tensorrt_rtx",),
+    "plot": ("matplotlib",),
+    "otel": ("opentelemetry",),
+    "cluster": ("ray",),
+}
+
+
 def missing(error: ModuleNotFoundError) -> str:
     """Return the error message for a missing package, which names the extra of inferc that installs it."""
     package = (error.name or "").split(".")[0]
-    extras = {
-        "compile": ("torch", "transformers", "safetensors"),
-        "serve": ("grpc", "grpc_health", "grpc_reflection", "google", "zmq", "cryptography"),
-        "bench": ("aiohttp",),
-        "cuda": ("triton",),
-    }
-    extra = next((name for name, packages in extras.items() if package in packages), "dev")
+    extra = next((name for name, packages in EXTRAS.items() if package in packages), "dev")
     return f"this command needs the package {package}, which is not installed; pip install 'inferc[{extra}]'"
 
 
