@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor, fx
 
-from inferc.arena import POOLS, ROW_ALIGNMENT, Arena, MostRows, Pool
+from inferc.arena import ENGINE_ALIGNMENT, POOLS, ROW_ALIGNMENT, Arena, MostRows, Pool
 from inferc.codegen.segments import segment_of, stays_inside
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.ir.program import Program, ancestors
@@ -31,7 +31,7 @@ from inferc.manifest_types import Place
 aten, inferc = torch.ops.aten, torch.ops.inferc
 VIEWS = (aten.view.default, aten.slice.Tensor)
 # In bytes per row: the values of a program with segments, and their pools, begin at multiples of it.
-SEGMENT_ALIGNMENT = 256 // ROW_ALIGNMENT
+SEGMENT_ALIGNMENT = ENGINE_ALIGNMENT // ROW_ALIGNMENT
 ROTATES_AND_WRITES = (  # ops that return (q, cache)
     inferc.rope_kv_write.default,
     inferc.norm_rope_kv_write.default,

@@ -59,7 +59,7 @@ class KVCacheManager:
         self.num_offloaded: I64 = np.zeros((len(groups), num_slots), np.int64)
         self.num_grown: I64 = np.zeros(num_slots, np.int64)
         self.num_cached_blocks: I64 = np.zeros(num_slots, np.int64)
-        made = []
+        made: list[FullGroup] = []
         for index, (spec, count) in enumerate(zip(groups, num_blocks, strict=True)):
             pool = BlockPool(count)
             store: BlockStore = NoStore()

@@ -18,12 +18,20 @@ from typing import Literal, TypeAlias, get_args
 Pool: TypeAlias = Literal["T", "S", "B", "sample"]
 POOLS: tuple[Pool, ...] = get_args(Pool)
 ROW_ALIGNMENT = 64  # the number of rows that a pool is sized for is a multiple of this
+KERNEL_ALIGNMENT = 16  # bytes: that of every address that GPU kernels and cuBLASLt are given
+ENGINE_ALIGNMENT = 256  # bytes: that of every address that TensorRT is given, and of what drivers allocate
+LINE_BYTES = 64  # a cache line
 SAMPLE_ROWS = 64  # the most rows whose logits exist at a time, unless a runner says otherwise
+
+
+def round_up(count: int, to: int) -> int:
+    """Round `count` up to a multiple of `to`."""
+    return -(-count // to) * to
 
 
 def align_rows(count: int) -> int:
     """Round `count` up to a multiple of ROW_ALIGNMENT."""
-    return -(-count // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return round_up(count, ROW_ALIGNMENT)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from inferc.arena import KERNEL_ALIGNMENT
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.values import Operand, Values, part
 from inferc.errors import UnsupportedError
@@ -14,7 +15,6 @@ from inferc.ir.program import argument, name_of
 from inferc.manifest_types import RowKind, Scratch, Where
 
 ROWS: dict[str, RowKind] = {"T": "tokens", "S": "rows", "sample": "rows"}
-ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Builder:
     def unaligned(self) -> tuple[str, ...]:
         """Return the arguments whose rows do not start at a multiple of 16 bytes."""
         columns = {name: (at.column or 0) + at.shifted for name, at in self.arguments.items()}
-        return tuple(name for name, column in columns.items() if column % ALIGNMENT)
+        return tuple(name for name, column in columns.items() if column % KERNEL_ALIGNMENT)
 
     def done(self, kernel: str, of: Operand, *choices: Source | Choice, **more: Any) -> Call:
         """Return the call of `kernel` over the rows of operand `of`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inferc.arena import ROW_ALIGNMENT, MostRows
+from inferc.arena import MostRows, align_rows
 
 MAX_SAMPLE_ROWS = 256
 
@@ -18,13 +18,9 @@ class Capacity:
     rows: int
 
 
-def align(count: int, to: int = ROW_ALIGNMENT) -> int:
-    return -(-count // to) * to
-
-
 def sample_rows(max_num_seqs: int) -> int:
     """Return how many rows of logits exist at a time."""
-    return min(MAX_SAMPLE_ROWS, align(max_num_seqs))
+    return min(MAX_SAMPLE_ROWS, align_rows(max_num_seqs))
 
 
 def most_rows(capacity: Capacity, max_num_seqs: int) -> MostRows:
@@ -37,7 +33,7 @@ def most_of_all(max_num_tokens: int, max_num_seqs: int) -> Capacity:
 
     Scoring asks for a logits row per token, and a graph has room for more sequences than `max_num_seqs`.
     """
-    tokens, seqs = align(max_num_tokens), align(max_num_seqs)
+    tokens, seqs = align_rows(max_num_tokens), align_rows(max_num_seqs)
     return Capacity(max(tokens, seqs), seqs, max(tokens, seqs))
 
 

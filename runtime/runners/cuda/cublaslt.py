@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inferc.arena import KERNEL_ALIGNMENT
 from inferc.codegen.triton.aot.launch import LibraryChoice, Product
 from inferc.errors import InfercError, UnsupportedError
 
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 PACKAGES = {13: "nvidia-cublas", 12: "nvidia-cublas-cu12"}
 FOLDERS = ("nvidia/cu13/lib", "nvidia/cublas/lib")  # where these packages put the library in site-packages
 WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation from Hopper on, used for all chips
-ALIGNMENT = 16  # bytes; the alignment of every address that kernels and this library are given
 MAX_ALGORITHMS = 8  # how many algorithms the heuristic is asked for, best first
 
 TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
@@ -278,7 +278,7 @@ class LibraryProduct:
         try:
             cublaslt.set("MatmulPreference", preference, PREFER_MAX_WORKSPACE_BYTES, c_uint64(WORKSPACE_BYTES))
             for attribute in PREFER_MIN_ALIGNMENTS:
-                cublaslt.set("MatmulPreference", preference, attribute, c_uint32(ALIGNMENT))
+                cublaslt.set("MatmulPreference", preference, attribute, c_uint32(KERNEL_ALIGNMENT))
             cublaslt.call(
                 "cublasLtMatmulAlgoGetHeuristic", *described, preference, MAX_ALGORITHMS, suggested, byref(count)
             )

@@ -14,6 +14,7 @@ from ctypes import c_void_p
 from dataclasses import dataclass
 from typing import Any
 
+from inferc.arena import ENGINE_ALIGNMENT
 from inferc.codegen.tensorrt.adapter import Library
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError, InfercError
@@ -25,7 +26,6 @@ from inferc.runtime.runners.cuda.tensorrt import deserialize, facts_of, library_
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 256  # bytes; the alignment of every address that an engine is given
 Shapes = Mapping[str, Sequence[Any]]  # per tensor: "tokens" or "rows", followed by its other dimensions
 Size = tuple[int, int]  # the tokens and the rows of a step
 
@@ -163,8 +163,8 @@ class EngineCall:
 
 def bind_call(launch: Launch, engine: str, engines: Engines | None, addresses: Mapping[str, int]) -> EngineCall:
     assert engines is not None, f"{launch.node} is a call of an engine, and there is none"
-    strange = {name: hex(address) for name, address in addresses.items() if address % ALIGNMENT}
-    assert not strange, f"{launch.node}: {strange} are no multiples of {ALIGNMENT}"
+    strange = {name: hex(address) for name, address in addresses.items() if address % ENGINE_ALIGNMENT}
+    assert not strange, f"{launch.node}: {strange} are no multiples of {ENGINE_ALIGNMENT}"
     return EngineCall(launch, engine, engines, addresses)
 
 

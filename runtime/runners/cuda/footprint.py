@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from inferc.arena import align_rows, round_up
 from inferc.codegen.triton.aot.launch import FAST, INVARIANT, RECORDS, SHARED
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
 from inferc.kv_groups import CacheGroup, CacheLimits, pools_bytes, pools_for_all
 from inferc.manifest_types import Scratch
 from inferc.runtime.runners.compiled import CompiledForCuda
-from inferc.runtime.runners.cuda.capacity import Capacity, align, buckets, most_of_all, most_rows, sample_rows
+from inferc.runtime.runners.cuda.capacity import Capacity, buckets, most_of_all, most_rows, sample_rows
 from inferc.runtime.runners.cuda.cublaslt import WORKSPACE_BYTES
 from inferc.runtime.runners.cuda.input_layout import InputLayout
 from inferc.runtime.runners.cuda.output_layout import output_layout
@@ -40,7 +41,7 @@ class Footprint:
     @property
     def fixed(self) -> int:
         parts = (self.weights, self.arena, self.scratch, self.inputs, self.workspace, self.graphs)
-        return sum(align(each, PAGE) for each in parts) + RESERVE_BYTES
+        return sum(round_up(each, PAGE) for each in parts) + RESERVE_BYTES
 
 
 def scratch_bytes(size: Scratch, most: Capacity, max_num_seqs: int) -> int:
@@ -70,7 +71,7 @@ def buffers(artifact: CompiledForCuda, deterministic: bool) -> dict[str, Scratch
 
 def counts_bytes(artifact: CompiledForCuda, max_num_seqs: int) -> int:
     """Return the bytes of the penalty counts of all slots: one int32 per token of the vocabulary."""
-    return 4 * align(artifact.vocab_size) * max_num_seqs
+    return 4 * align_rows(artifact.vocab_size) * max_num_seqs
 
 
 def footprint(

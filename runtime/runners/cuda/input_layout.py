@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from inferc.arena import ENGINE_ALIGNMENT, KERNEL_ALIGNMENT, round_up
 from inferc.runtime.runners.cuda.capacity import Capacity
 from inferc.runtime.runners.cuda.shared_prefixes import SharedPrefixes
 from inferc.runtime.step.plan import SampleRows, StepPlan
 
-ALIGNMENT = 16  # bytes; the alignment of every address that kernels are given
-ENGINE_ALIGNMENT = 256  # bytes; the alignment of the addresses that engines read
 ENGINE_INPUTS = ("token_ids", "positions", "logits_rows")
 NUM_COUNTS = 4  # the numbers of tokens, logits rows and sequences, and the index of the first row
 
@@ -91,9 +90,9 @@ class InputLayout:
             self._add(f"block_table_{group}", np.int32, seqs * blocks)
 
     def _add(self, name: str, dtype: type[np.generic], length: int) -> None:
-        to = ENGINE_ALIGNMENT if name in ENGINE_INPUTS else ALIGNMENT
+        to = ENGINE_ALIGNMENT if name in ENGINE_INPUTS else KERNEL_ALIGNMENT
         field = self.fields[name] = Field(-(-self.num_bytes // to) * to, dtype, length)
-        self.num_bytes = -(-field.end // ALIGNMENT) * ALIGNMENT
+        self.num_bytes = round_up(field.end, KERNEL_ALIGNMENT)
 
     def views(self, memory: NDArray[np.uint8]) -> dict[str, NDArray[np.generic]]:
         """Return the fields as arrays over `memory`."""

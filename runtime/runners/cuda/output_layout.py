@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from inferc.runtime.runners.cuda.capacity import align
+from inferc.arena import LINE_BYTES, round_up
 from inferc.runtime.step.limits import MAX_TOP_LOGPROBS
 
 
@@ -19,5 +19,5 @@ def output_layout(rows: int) -> dict[str, int]:
     places, at = {}, 0
     for name, width in sizes.items():
         places[name] = at
-        at += align(4 * width * rows)
+        at += round_up(4 * width * rows, LINE_BYTES)
     return {**places, "end": at}

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from inferc.runtime.runners.cuda.capacity import Capacity, align, capacity_for
+from inferc.arena import LINE_BYTES, round_up
+from inferc.runtime.runners.cuda.capacity import Capacity, capacity_for
 from inferc.runtime.runners.cuda.device_memory import DeviceMemory
 from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.input_layout import LISTS, InputLayout
@@ -80,7 +81,7 @@ class StepInputs:
         arrays: list[Any] = [bias.token_ids, bias.values, banned.token_ids, allowed.token_ids]
         if not any(map(len, arrays)):
             return [self._lists] * 4
-        sizes = [align(array.nbytes) for array in arrays]
+        sizes = [round_up(array.nbytes, LINE_BYTES) for array in arrays]
         if sum(sizes) > self._lists_bytes:
             num_bytes = capacity_for(sum(sizes))
             larger = self._device.new(num_bytes)

@@ -10,6 +10,7 @@ from mmap import mmap
 
 import numpy as np
 
+from inferc.arena import ENGINE_ALIGNMENT, round_up
 from inferc.manifest_types import StoredWeight
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.runners.cuda.driver import Driver
@@ -30,7 +31,7 @@ def copy_weights(
     for weight in sorted(weights, key=lambda each: (each.file, each.offset)):
         if (weight.file, weight.offset) not in places:
             places[weight.file, weight.offset] = (at, weight.num_bytes)
-            at += -(-weight.num_bytes // 256) * 256
+            at += round_up(weight.num_bytes, ENGINE_ALIGNMENT)
     pieces: queue.SimpleQueue[tuple[str, int, int, int]] = queue.SimpleQueue()
     for (file, offset), (address, num_bytes) in places.items():
         for start in range(0, num_bytes, PIECE_BYTES):
@@ -80,4 +81,4 @@ def placer(artifact: Artifact) -> Callable[[Driver, int], dict[str, int]]:
 def placed_bytes(weights: Sequence[StoredWeight]) -> int:
     """Return the number of bytes that `copy_weights` fills."""
     sizes = {(weight.file, weight.offset): weight.num_bytes for weight in weights}
-    return sum(-(-size // 256) * 256 for size in sizes.values())
+    return sum(round_up(size, ENGINE_ALIGNMENT) for size in sizes.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inferc.arena import ENGINE_ALIGNMENT
 from inferc.config import EngineConfig, ResolvedEngineConfig
 from inferc.errors import ConfigError
 from inferc.kv_groups import CacheGroup
@@ -12,7 +13,6 @@ from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.runners.cuda.driver import Driver, OutOfMemory
 from inferc.runtime.runners.dense.caches import CacheInput, cache_inputs
 
-ALIGNMENT = 256  # bytes; the alignment of every row, which TensorRT requires
 RESERVE_BYTES = 256 << 20  # device memory left for what the runtime allocates while it runs
 
 
@@ -35,7 +35,7 @@ class DeviceCaches:
         self._stream = driver.new_stream()
         self._addresses: dict[str, int] = {}
         for each in self._inputs:
-            assert self._row_bytes(each) % ALIGNMENT == 0, f"{each} of {capacity} tokens: rows would not be aligned"
+            assert self._row_bytes(each) % ENGINE_ALIGNMENT == 0, f"{each} of {capacity} tokens: rows are not aligned"
             num_bytes = num_rows * self._row_bytes(each)
             try:
                 self._addresses[each.name] = driver.allocate(num_bytes)
