@@ -15,7 +15,7 @@ from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.answer import TokenOf, Usage, chat_logprobs
 from inferc.runtime.openai.fields import check_fields
 from inferc.runtime.openai.request import OpenAIRequest, chat_request, max_tokens_of, sampling_of
-from inferc.runtime.step.sampling_params import MAX_LOGPROBS, check_integer, check_text
+from inferc.runtime.step.sampling_params import check_integer, check_num_top, check_text
 
 RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
@@ -142,7 +142,7 @@ def _wants_logprobs(body: Mapping[str, Any]) -> bool:
             raise RequestError(f"include: {shown(each)} is unknown; known: {', '.join(INCLUDES)}")
     wants = LOGPROBS in include
     if top is not None:
-        check_integer("top_logprobs", top, 0, MAX_LOGPROBS)
+        check_num_top("top_logprobs", top)
     if top and not wants:
         raise RequestError(f"top_logprobs is {top}, and include has no {LOGPROBS}; add it")
     return wants
