@@ -23,6 +23,7 @@ from inferc.serve.kv_events.log import KvPublisherConfig
 from inferc.serve.memory import spare_the_collector, tidy
 from inferc.serve.models.models import Models
 from inferc.serve.models.served_model import ModelOptions, ModelSource
+from inferc.serve.models.tasks import gather
 from inferc.serve.observe.metrics_page import MetricsPage
 from inferc.serve.open_files import ConnectionLimits, allow_open_files
 from inferc.serve.security.access import Access, Limits
@@ -268,8 +269,8 @@ class _Server:
         if self._publisher is not None:
             self._publisher.start()
         if self._listener is not None:  # import the HTTP modules (a third of a second) while the engine starts
-            importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "inferc.serve.http.server"))
-            await asyncio.gather(self.models.load_all(), importing)
+            importing = asyncio.to_thread(importlib.import_module, "inferc.serve.http.server")
+            await gather((self.models.load_all(), importing))
         else:
             await self.models.load_all()
 

@@ -19,6 +19,7 @@ from inferc.serve.models.async_engine import CLOSED, SHUTDOWN, UNLOAD
 from inferc.serve.models.residency import Residency
 from inferc.serve.models.served_model import NAME, ModelOptions, ModelSource, ServedModel
 from inferc.serve.models.streams import RequestTracer
+from inferc.serve.models.tasks import all_ended
 
 log = logging.getLogger(__name__)
 
@@ -238,17 +239,17 @@ class Models:
     async def drain(self, limit_seconds: float) -> bool:
         """Accept no requests and load no models any more, and return whether all running requests ended in time."""
         self._is_leaving = True
-        done = await asyncio.gather(*(model.engine.drain(limit_seconds) for model in self._served.values()))
-        return all(done)
+        return all(await all_ended(model.engine.drain(limit_seconds) for model in self._served.values()))
 
     async def close(self) -> None:
+        """Close all models, also those after one that fails to close, whose error is raised then."""
         self._is_leaving = True
         models, self._served = list(self._served.values()), {}  # including those that are being unloaded
         unloading = list(self._unloading.values())
         for task in unloading:
             task.cancel()
         await asyncio.gather(*unloading, return_exceptions=True)
-        await asyncio.gather(*(model.close(SHUTDOWN) for model in models))
+        await all_ended(model.close(SHUTDOWN) for model in models)
 
     def _source(self, name: str) -> ModelSource:
         if (source := self._sources.get(name)) is not None:

@@ -35,6 +35,15 @@ async def gather(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     return [task.result() for task in tasks]
 
 
+async def all_ended(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Return all results in order; if one fails, raise its error once the others have ended by themselves."""
+    found = await asyncio.gather(*works, return_exceptions=True)
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in found if not isinstance(result, BaseException)]
+
+
 async def gather_some(
     work: Callable[[Value], Coroutine[Any, Any, Result]], values: Sequence[Value], at_once: int
 ) -> list[Result]:

@@ -21,6 +21,7 @@ from inferc.runtime.measure.histogram import Histogram
 from inferc.serve.models.metrics import OUTCOMES, Outcome
 from inferc.serve.models.models import Models
 from inferc.serve.models.served_model import ServedModel
+from inferc.serve.models.tasks import gather
 
 SCRAPE_SECONDS = 0.5  # time limit for the engines' counters; for an engine that is late, the last known ones are used
 STATES = ("serving", "starting", "asleep", "draining", "damaged", "dead")
@@ -364,7 +365,7 @@ class MetricsPage:
     async def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return the page and its content type, chosen by the client's Accept header."""
         models = self._models.served
-        await asyncio.gather(*(self._refresh(model) for model in models))
+        await gather(self._refresh(model) for model in models)
         self._known = [MetricSource(model, self._last.get(model.name, EngineStats())) for model in models]
         try:
             encode, content_type = choose_encoder(accept)
