@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from inferc import errors
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine.engine import Engine, EngineStats, HalfAdded, Outputs
@@ -35,41 +37,35 @@ BROKEN = (
 NOT_BEGUN = "the engine cannot begin this request, by a mistake of its own; its log says which"
 
 
-@dataclass(frozen=True)
-class Add:
+class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     name: str = ""  # the client's own name for the request
 
 
-@dataclass(frozen=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     index: int | None = None  # None: all sequences of the request
 
 
-@dataclass(frozen=True)
-class ScoreText:
+class ScoreText(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     token_ids: list[int]
     num_top: int = 0  # how many of the most likely tokens to return for each position
     cache_salt: str = ""
 
 
-@dataclass(frozen=True)
-class EmbedText:
+class EmbedText(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     token_ids: list[int]
 
 
-@dataclass(frozen=True)
-class GetStats:
+class GetStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
 
 
-@dataclass(frozen=True)
-class Shutdown:
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
     drain: bool  # whether to finish the open requests first
 
 

@@ -1,14 +1,15 @@
 """The commands to an engine in a process of its own, and its events, as messages between the processes.
 
-A message is MessagePack: (kind, value), where values are dataclasses as maps of their fields. Rows of log probabilities
-come in parts, each a message of its own, so that the reader lets other threads run between them.
+A message is MessagePack. A command's is the list of its name and fields, of a union that msgspec knows the types of; an
+event's is (kind, value), where values are dataclasses as maps of their fields. Rows of log probabilities come in parts,
+each a message of its own, so that the reader lets other threads run between them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -31,7 +32,7 @@ from inferc.runtime.engine.loop import (
 )
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.kv_cache.events import CacheEvent, Cleared, KvBatch, Removed, Stored
-from inferc.runtime.step.sampling_params import from_json
+from inferc.runtime.step.sampling_params import SamplingParams, changed
 from inferc.runtime.step.sequence import Output, Row, StepOutputs
 
 ENTRIES_OF_PART = 1 << 12  # tokens of a part, with their likely ones: a millisecond or two
@@ -40,26 +41,40 @@ ENTRIES_OF_PART = 1 << 12  # tokens of a part, with their likely ones: a millise
 # -------------------------------------------------------------------------------------------------- commands
 
 
-COMMANDS: dict[str, type[Command]] = {
-    kind.__name__: kind for kind in (Add, Abort, ScoreText, EmbedText, GetStats, Shutdown)
-}
+class _Add(msgspec.Struct, array_like=True, tag=True):
+    """The message of an Add. params: the fields of its SamplingParams, as a message of their own."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: msgspec.Raw
+    name: str
+
+
+# The fields of SamplingParams without its checks: they were checked when the request was made.
+_TYPES = get_type_hints(SamplingParams)
+_Params = msgspec.defstruct(
+    "_Params", [(each.name, _TYPES[each.name]) for each in dataclasses.fields(SamplingParams)], array_like=True
+)
+_PARAMS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_Params)
+_COMMAND = msgspec.msgpack.Decoder(_Add | Abort | ScoreText | EmbedText | GetStats | Shutdown)
+_PLAIN_PARAMS = SamplingParams()
 
 
 def encode_command(command: Command) -> bytes:
     """Encode a command as the bytes of a message; a list of a million ids takes some milliseconds."""
-    values = {each.name: getattr(command, each.name) for each in dataclasses.fields(command)}
-    if isinstance(command, Add):
-        values["params"] = vars(command.params)
-    return _dump((type(command).__name__, values))
+    if not isinstance(command, Add):
+        return _dump(command)
+    params = msgspec.Raw(_dump(_Params(**vars(command.params))))
+    return _dump(_Add(command.request_id, command.prompt_token_ids, params, command.name))
 
 
 def decode_command(message: bytes) -> Command:
     """Decode a message of `encode_command`."""
-    kind, values = msgspec.msgpack.decode(message)
-    if kind == Add.__name__:
-        values["params"] = from_json(values["params"])
-    command: Command = COMMANDS[kind](**values)
-    return command
+    found: _Add | Command = _COMMAND.decode(message)
+    if not isinstance(found, _Add):
+        return found
+    params = changed(_PLAIN_PARAMS, **msgspec.structs.asdict(_PARAMS.decode(found.params)))
+    return Add(found.request_id, found.prompt_token_ids, params, found.name)
 
 
 # ---------------------------------------------------------------------------------------------------- events

@@ -185,13 +185,6 @@ def changed(params: SamplingParams, **values: Any) -> SamplingParams:
     return other
 
 
-def from_json(values: Mapping[str, Any]) -> SamplingParams:
-    """Build SamplingParams from fields that were sent as JSON or MessagePack; they were checked when they were made."""
-    lists = {name: tuple(values[name]) for name in LISTS}
-    bias = {int(token): bias for token, bias in values["logit_bias"].items()}
-    return changed(SamplingParams(), **{**values, **lists, "logit_bias": bias})
-
-
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling defaults that a Hugging Face generation config asks for.
 

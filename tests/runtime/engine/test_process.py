@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fake_runner import make_engine, next_id, oracle
@@ -27,12 +28,16 @@ from inferc.runtime.engine.loop import (
     Abort,
     Add,
     Embedded,
+    EmbedText,
     EngineClient,
     EngineThread,
     Event,
     Failed,
+    GetStats,
     Scored,
     ScoredRows,
+    ScoreText,
+    Shutdown,
     Stats,
 )
 from inferc.runtime.engine.messages import (
@@ -492,9 +497,17 @@ def test_messages_survive_the_pipe() -> None:
         Add("l", [*range(50_000)], params),
         Add("m", [1], listed),
         Abort("a", 1),
+        Add("t", [], SamplingParams(temperature=0, stop=("a", "é"), stop_token_ids=(3,), ttft_ms=1.5), "mine"),
+        Abort("a", 1),
         Abort("b"),
+        ScoreText("s", [1, 2], 3, "salt"),
+        EmbedText("e", [1]),
+        GetStats("g"),
+        Shutdown(drain=True),
     ):
         assert decode_command(encode_command(command)) == command
+    with pytest.raises(msgspec.ValidationError, match="Expected `int`, got `str`"):
+        decode_command(msgspec.msgpack.encode(("EmbedText", "e", ["1"])))
     events: list[Event] = [
         Output("a", 1, [5], "stop", [Logprobs(5, -0.1, 2, ((1, -0.05), (5, -0.1)))]),
         Output("a", 0, [6], num_cached=32),
@@ -515,6 +528,14 @@ def test_messages_survive_the_pipe() -> None:
     assert sizes[2] < sizes[0], "whose rows they are is said once"
     step = StepOutputs(names[::-1], np.array([1, 2], np.int32), {})
     assert _decoded(reader, [*writer.encode(step)]) == [Output("b", 3, [1]), Output("a", 0, [2])]
+
+
+def test_what_was_checked_is_not_checked_by_the_engines_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = encode_command(Add("a", [1], SamplingParams(logit_bias={3: -1.5})))
+    checks: list[SamplingParams] = []
+    monkeypatch.setattr(SamplingParams, "__post_init__", checks.append)
+    command = decode_command(message)
+    assert isinstance(command, Add) and command.params.logit_bias == {3: -1.5} and not checks
 
 
 def test_long_scores_come_in_parts_and_what_is_no_number_or_no_text_comes_too() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -14,7 +13,6 @@ from inferc.runtime.step.sampling_params import (
     SamplingParams,
     changed,
     from_chat,
-    from_json,
     from_request,
     generation_defaults,
 )
@@ -134,9 +132,8 @@ def test_what_is_no_integer_is_refused(name: str, value: Any) -> None:
         from_request({name: value})
 
 
-def test_what_the_engines_process_gets_is_what_was_sent() -> None:
+def test_a_changed_copy_is_another() -> None:
     params = SamplingParams(stop=("a", "é"), logit_bias={7: -0.5}, stop_token_ids=(3,), seed=2**64 - 1, ttft_ms=1.5)
-    assert from_json(json.loads(json.dumps(dataclasses.asdict(params)))) == params
     assert changed(params, max_tokens=5) == dataclasses.replace(params, max_tokens=5)
     assert params.max_tokens == 16
 
