@@ -304,6 +304,11 @@ def print_json(value: dict[str, Any]) -> None:
     say(json.dumps(value, ensure_ascii=not _takes_unicode(), default=str), flush=True)
 
 
+def cell(value: float | None) -> str:
+    """Return the cell of a table that shows an error of numbers; None is an error that is not finite."""
+    return f"{'not finite' if value is None else format(value, '.2e'):>11}"
+
+
 @contextmanager
 def writing() -> Iterator[None]:
     """Turn an OSError into an OutputError; the body must write to standard output and to nothing else."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inferc.cli.common import Isa, Json, MaxBatchedTokens, Out, Threads, engine_options, print_json, progress, say
+from inferc.cli.common import Isa, Json, MaxBatchedTokens, Out, Threads, cell, engine_options, print_json, progress, say
 from inferc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _show(result: dict[str, Any]) -> None:
         say(f"tokens    {first} of {count} equal; then the engine has {ours}, the model {theirs}")
     say(f"\n{'logits':26}{'max abs':>11}{'relative':>11}{'chosen':>11}{'KL':>11}{'top-1':>8}  first other top-1")
     for row in result["logits"]:
-        cells = "".join(_cell(row[name]) for name in ("max_abs_error", "relative_error", "chosen_max_abs_error", "kl"))
+        cells = "".join(cell(row[name]) for name in ("max_abs_error", "relative_error", "chosen_max_abs_error", "kl"))
         first = row["first_top1_difference"]
         where = "" if first is None else f"new token {first}"
         say(f"{row['of'] + ' to ' + row['to']:26}{cells}{row['top1_agreement']:8.1%}  {where}")
@@ -117,16 +117,12 @@ def _show(result: dict[str, Any]) -> None:
     judged = f"{'engine to float32':>21}{dtype + ' to float32':>24}" if has_judge else ""
     say(f"\n{'hidden state':14}{'engine to ' + dtype + ': max abs, relative':>44}{judged}")
     for row in result["layers"]:
-        own = "".join(_cell(row["engine_to_model"][name]) for name in ("max_abs_error", "relative_error"))
+        own = "".join(cell(row["engine_to_model"][name]) for name in ("max_abs_error", "relative_error"))
         cells = f"{own:>44}"
         if has_judge:
-            cells += f"{_cell(row['engine_to_float32']['relative_error']):>21}"
-            cells += f"{_cell(row['model_to_float32']['relative_error']):>24}"
+            cells += f"{cell(row['engine_to_float32']['relative_error']):>21}"
+            cells += f"{cell(row['model_to_float32']['relative_error']):>24}"
         mark = "  < parts here" if row["layer"] == result["parts_at"] else ""
         say(f"layer {row['layer']:<8}{cells}{mark}")
     verdict = {True: "within", False: "beyond", None: "not judged against"}[result["ok"]]
     say(f"\n{verdict} the artifact's budget" + (f": {result['reason']}" if result["reason"] else ""))
-
-
-def _cell(value: float | None) -> str:
-    return f"{'not finite' if value is None else format(value, '.2e'):>11}"

@@ -138,34 +138,32 @@ def _look(before: Any, after: Any) -> dict[str, Any]:
 
 
 def _model(change: Change) -> dict[str, Any]:
+    from inferc.client.scrape import rounded
+
     ttft, tbt = "inferc_time_to_first_token_seconds", "inferc_time_between_tokens_seconds"
     return {
         "model": change.model,
         "state": change.state,
-        "requests_per_s": _number(change.rate("inferc_requests_total")),
-        "output_tokens_per_s": _number(change.rate("inferc_output_tokens_total")),
-        "prompt_tokens_per_s": _number(change.rate("inferc_prompt_tokens_total")),
+        "requests_per_s": rounded(change.rate("inferc_requests_total")),
+        "output_tokens_per_s": rounded(change.rate("inferc_output_tokens_total")),
+        "prompt_tokens_per_s": rounded(change.rate("inferc_prompt_tokens_total")),
         "ttft_ms": {f"p{share}": _ms(change.quantile(ttft, share / 100)) for share in (50, 90, 99)},
         "tbt_ms": {f"p{share}": _ms(change.quantile(tbt, share / 100)) for share in (50, 90, 99)},
-        "goodput": _number(change.share("inferc_requests_good_total", "inferc_requests_judged_total")),
+        "goodput": rounded(change.share("inferc_requests_good_total", "inferc_requests_judged_total")),
         "running": int(change.now("inferc_sequences_running")),
         "waiting": int(change.now("inferc_sequences_waiting")),
         "places": int(change.now("inferc_sequences_max")),
         "open": int(change.now("inferc_requests_open")),
-        "kv_usage": _number(change.now("inferc_kv_usage_ratio")),
-        "cache_hits": _number(
+        "kv_usage": rounded(change.now("inferc_kv_usage_ratio")),
+        "cache_hits": rounded(
             change.share("inferc_prefix_cache_hit_tokens_total", "inferc_prefix_cache_queried_tokens_total")
         ),
-        "device_busy": _number(change.busy),
-        "batch_fill": _number(change.batch_fill),
-        "preemptions_per_s": _number(change.rate("inferc_preemptions_total")),
-        "refused_per_s": _number(change.rate("inferc_requests_refused_total")),
+        "device_busy": rounded(change.busy),
+        "batch_fill": rounded(change.batch_fill),
+        "preemptions_per_s": rounded(change.rate("inferc_preemptions_total")),
+        "refused_per_s": rounded(change.rate("inferc_requests_refused_total")),
         "restarts": int(change.now("inferc_engine_restarts_total")),
     }
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 4)
 
 
 def _ms(seconds: float) -> float | None:

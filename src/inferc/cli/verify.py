@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from inferc.cli.common import Json, Out, print_json, progress, say
+from inferc.cli.common import Json, Out, cell, print_json, progress, say
 
 
 def verify(
@@ -43,12 +43,8 @@ def verify(
 def _show(result: dict[str, Any]) -> None:
     say(f"{'row':26}{'max abs':>11}{'relative':>11}{'KL':>11}{'top-1':>8}  run by")
     for row in result["passes"]:
-        cells = "".join(_cell(row[name]) for name in ("max_abs_error", "relative_error", "kl"))
+        cells = "".join(cell(row[name]) for name in ("max_abs_error", "relative_error", "kl"))
         mark = "" if row["ok"] else "  < over its budget"
         say(f"{row['name']:26}{cells}{row['top1_agreement']:8.1%}  {row['ran_by']}{mark}")
     say(f"\ngreedy tokens are transformers' own in {result['greedy_equal']} of {result['num_prompts']} prompts")
     say("within the artifact's budget" if result["ok"] else f"beyond the artifact's budget: {result['reason']}")
-
-
-def _cell(value: float | None) -> str:
-    return f"{'not finite' if value is None else format(value, '.2e'):>11}"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from inferc.client.scrape import Change, Page
+from inferc.client.scrape import Change, Page, rounded
 
 MAX_LAG_SECONDS = 0.1  # the longest lag of the server's event loop that counts as healthy
 Cause = Literal["memory", "batch", "cache", "network", "device", "engine"]
@@ -89,12 +89,12 @@ def diagnose(pages: Sequence[Page], model: str, round_trips: Sequence[float], ob
         _device(whole),
     )
     numbers = {
-        "ttft_p90_ms": _number(1e3 * whole.quantile(TTFT, 0.9)),
-        "tbt_p90_ms": _number(1e3 * whole.quantile(TBT, 0.9)),
-        "output_tokens_per_s": _number(whole.rate("inferc_output_tokens_total")),
-        "kv_usage": _number(gauges.kv_usage),
-        "waiting": _number(gauges.waiting),
-        "rtt_ms": _number(1e3 * rtt),
+        "ttft_p90_ms": rounded(1e3 * whole.quantile(TTFT, 0.9)),
+        "tbt_p90_ms": rounded(1e3 * whole.quantile(TBT, 0.9)),
+        "output_tokens_per_s": rounded(whole.rate("inferc_output_tokens_total")),
+        "kv_usage": rounded(gauges.kv_usage),
+        "waiting": rounded(gauges.waiting),
+        "rtt_ms": rounded(1e3 * rtt),
     }
     return Diagnosis(model, tuple(symptoms), findings if symptoms else (), numbers)
 
@@ -267,10 +267,6 @@ def _median(values: Sequence[float]) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 4)
 
 
 def _percent(value: float) -> str:

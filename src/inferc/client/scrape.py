@@ -198,3 +198,8 @@ class Change:
         """The mean share of the batch's places that were taken in a step; nan without steps."""
         places = self.now("inferc_sequences_max")
         return self.share("inferc_step_sequences_total", "inferc_steps_total") / places if places else math.nan
+
+
+def rounded(value: float) -> float | None:
+    """Round a figure to four decimals; return None for NaN, which JSON does not have."""
+    return None if math.isnan(value) else round(value, 4)

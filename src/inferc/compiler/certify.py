@@ -11,7 +11,6 @@ tokens. This module imports every stage, as build.py does.
 from __future__ import annotations
 
 import logging
-import math
 import platform
 import re
 from collections.abc import Callable, Sequence
@@ -243,9 +242,9 @@ class Certifier:
             name,
             ran_by,
             self._dtype,
-            max_abs_error=_figure(found_drift.max_abs_error),
-            relative_error=_figure(found_drift.relative_error),
-            kl=_figure(float(found_drift.kl.mean())),
+            max_abs_error=drift.figure(found_drift.max_abs_error),
+            relative_error=drift.figure(found_drift.relative_error),
+            kl=drift.figure(float(found_drift.kl.mean())),
             top1_agreement=round(found_drift.top1_agreement, 4),
         )
         return row, found_drift.kl
@@ -339,14 +338,6 @@ def _scored_logits(engine: Engine, runner: ObservableRunner, prompt: list[int]) 
     engine.take_scores()
     runner.watch_logits(None)
     return torch.cat(seen)
-
-
-def _figure(value: float) -> float | None:
-    """Round to four digits, as more would be noise in a file that people read; return None for NaN and infinity.
-
-    JSON has neither.
-    """
-    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def encoder(tokenizer_json: bytes | None) -> Callable[[str], list[int]] | None:

@@ -285,10 +285,10 @@ def _logits_row(found: Found, name: str, logits: Tensor, to: str, reference: Ten
     return {
         "of": name,
         "to": to,
-        "max_abs_error": _figure(found_drift.max_abs_error),
-        "relative_error": _figure(found_drift.relative_error),
-        "chosen_max_abs_error": _figure(float((ours - theirs).abs().max())),
-        "kl": _figure(float(found_drift.kl.mean())),
+        "max_abs_error": drift.figure(found_drift.max_abs_error),
+        "relative_error": drift.figure(found_drift.relative_error),
+        "chosen_max_abs_error": drift.figure(float((ours - theirs).abs().max())),
+        "kl": drift.figure(float(found_drift.kl.mean())),
         "top1_agreement": round(found_drift.top1_agreement, 4),
         "first_top1_difference": differs[0] if differs else None,
     }
@@ -313,9 +313,4 @@ def _layer_rows(
 def _distance(values: Tensor, reference: Tensor) -> dict[str, float | None]:
     error = values.double() - reference.double()
     relative = float(error.norm()) / max(float(reference.double().norm()), 1e-30)
-    return {"max_abs_error": _figure(float(error.abs().max())), "relative_error": _figure(relative)}
-
-
-def _figure(value: float) -> float | None:
-    """Round to four digits; return None for NaN and infinity, which JSON does not have."""
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+    return {"max_abs_error": drift.figure(float(error.abs().max())), "relative_error": drift.figure(relative)}

@@ -104,3 +104,11 @@ def over_own(kl: Tensor, own: Tensor, name: str, has_router: bool = False) -> st
     if float(worse.mean()) > min(margin, MARGIN * float(own.mean())):
         return f"its KL to float32 is {float(kl.mean()):.2e}, {name} is {float(own.mean()):.2e}"
     return ""
+
+
+def figure(value: float) -> float | None:
+    """Round to four digits, as more would be noise in a file that people read; return None for NaN and infinity.
+
+    JSON has neither.
+    """
+    return float(f"{value:.4g}") if math.isfinite(value) else None
