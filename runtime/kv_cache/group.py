@@ -45,7 +45,7 @@ class FullGroup:
     ) -> None:
         self.spec, self.pool, self.store = spec, pool, store
         self.begins, self.ends, self.num_offloaded = slots.begins, slots.ends, slots.num_offloaded
-        self.block_size = limits.block_size
+        self.block_size, self._blocks_for = limits.block_size, limits.blocks_for
         self.table: I32 = np.zeros((limits.max_num_seqs, limits.blocks_for(limits.max_model_len)), np.int32)
         # A step computes only what there is room for, so a sequence never holds more of the arena than there is.
         self.most = min(spec.most_blocks(limits), pool.size)
@@ -216,9 +216,6 @@ class FullGroup:
             self.store.drop(offloaded)
             blocks = [block for block in blocks if block < count]
         self.pool.drop(blocks)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     # ------------------------------------------------------------------------------------------- checks
 

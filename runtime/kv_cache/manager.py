@@ -52,7 +52,7 @@ class KVCacheManager:
         num_offloaded: the number of blocks of each group's offload tier; empty if there is none.
         in_place: whether steps read blocks of the offload tier directly.
         """
-        self.block_size = limits.block_size
+        self.block_size, self.blocks_for = limits.block_size, limits.blocks_for
         num_slots = limits.max_num_seqs
         self.begins: I64 = np.zeros((len(groups), num_slots), np.int64)
         self.ends: I64 = np.zeros((len(groups), num_slots), np.int64)
@@ -110,9 +110,6 @@ class KVCacheManager:
     def num_loaded(self) -> int:
         """The number of blocks of the offload tier that sequences found."""
         return sum(store.num_found for store in self.stores)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     # --------------------------------------------------------------------------------------------- room
 

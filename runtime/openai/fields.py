@@ -16,6 +16,7 @@ from inferc.errors import RequestError, shown
 
 Schema: TypeAlias = dict[str, Any]
 Wrong: TypeAlias = tuple[str, str, Any]  # (the place within a value, what was expected there, what was found)
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # the values of a field that ask for nothing
 BY_NAME = 40  # the most characters of a name that an error message shows
 
 

@@ -14,8 +14,13 @@ from typing import Any, Literal, TypeAlias
 
 from inferc.errors import RequestError, shown
 from inferc.runtime.openai import fields as openai_fields
-from inferc.runtime.openai.fields import check_fields
-from inferc.runtime.step.sampling_params import SamplingParams, check_num_top, from_chat, from_request
+from inferc.runtime.openai.fields import NOTHING, check_fields
+from inferc.runtime.step.sampling_params import (
+    SamplingParams,
+    check_num_top,
+    from_chat,
+    from_request,
+)
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
@@ -29,7 +34,6 @@ SAMPLING = tuple(
     for each in dataclasses.fields(SamplingParams)
     if each.name in openai_fields.COMPLETION and each.name not in READ_BY_HAND
 )
-NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 NOT_BUILT = (
     "tools",
     "functions",

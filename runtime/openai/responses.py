@@ -13,7 +13,7 @@ from inferc.errors import RequestError, shown
 from inferc.runtime.engine.llm import CompletionOutput
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.answer import TokenOf, Usage, chat_logprobs
-from inferc.runtime.openai.fields import check_fields
+from inferc.runtime.openai.fields import NOTHING, check_fields
 from inferc.runtime.openai.request import OpenAIRequest, chat_request, max_tokens_of, sampling_of
 from inferc.runtime.step.sampling_params import check_integer, check_num_top, check_text
 
@@ -32,7 +32,6 @@ INCLUDES = (
 )
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_VALUE = 16, 64, 512  # entries, characters: OpenAI's limits
 STORED = ("previous_response_id", "conversation")
-NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 # Unsupported fields, with the values that are accepted because they ask for nothing unsupported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "background": NOTHING,
