@@ -114,7 +114,7 @@ def _type_key(arg: Any) -> Any:
     if isinstance(arg, fx.Node):
         return _type_key(arg.meta["val"])
     if isinstance(arg, Tensor):
-        return (arg.dtype, *map(_size_key, arg.shape), None, *map(_size_key, arg.stride()))
+        return (arg.dtype, *map(size_key, arg.shape), None, *map(size_key, arg.stride()))
     if isinstance(arg, (list, tuple)):
         return tuple(map(_type_key, arg))
     if isinstance(arg, dict):
@@ -122,7 +122,8 @@ def _type_key(arg: Any) -> Any:
     return (type(arg), str(arg))
 
 
-def _size_key(size: int | torch.SymInt) -> Any:
+def size_key(size: int | torch.SymInt) -> Any:
+    """Return a size as a key, which is equal for sizes that are equal as expressions."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import Program, arguments
-from inferc.passes.rewrite import infer_type
+from inferc.passes.rewrite import infer_type, size_key
 
 aten = torch.ops.aten
 
@@ -50,11 +50,7 @@ def _same_type(a: fx.Node, b: fx.Node) -> bool:
 
 def _equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     """Return whether two sizes are equal as expressions; asking torch `a == b` of two symbols could merge them."""
-    return _expression(a) == _expression(b)
-
-
-def _expression(size: int | torch.SymInt) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    return size_key(a) == size_key(b)
 
 
 def _identity(node: fx.Node) -> fx.Node | None:
