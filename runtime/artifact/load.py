@@ -43,6 +43,7 @@ from inferc.manifest_types import (
 from inferc.runtime.artifact.checks import manifest_fault, program_fault, records_fault
 from inferc.runtime.artifact.files import AGAIN, ChunkSums, WeightsCheck, map_file, read_checked
 from inferc.runtime.artifact.libraries import Library
+from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES
 from inferc.runtime.text.files import TextFiles
 from inferc.signature import check_signature, read_trusted_keys
 from inferc.system.json_text import parse_json
@@ -50,8 +51,6 @@ from inferc.system.resources import available_cores
 
 log = logging.getLogger(__name__)
 
-# numpy has no bfloat16 and no fp8, so their bits are viewed as unsigned integers.
-NUMPY_DTYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 KEPT = ("kernels/", "tokenizer/")  # the folders of files whose checked bytes are kept for later use
 
 
@@ -211,7 +210,7 @@ class Artifact:
     def view(self, weight: StoredWeight) -> NDArray[Any]:
         """Return the stored tensor of a row of the weight table, like `weight`."""
         count = math.prod(weight.physical_shape)
-        dtype = np.dtype(NUMPY_DTYPES.get(weight.dtype, weight.dtype))
+        dtype = NUMPY_DTYPES[weight.dtype]
         flat = np.frombuffer(self.maps[weight.file], dtype, count, weight.offset)
         return flat.reshape(weight.physical_shape)
 

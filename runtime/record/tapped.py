@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.errors import ConfigError, RequestError
+from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES, widened
 from inferc.runtime.record.watcher import Watcher
-from inferc.runtime.runners.nodes import NUMPY_DTYPES, Node
+from inferc.runtime.runners.cpu.taps import Node
+from inferc.runtime.runners.nodes import Node
 from inferc.runtime.step.plan import I64, StepPlan, StepResult
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Sequence as Seq
@@ -197,11 +199,6 @@ def _first_of_each(parts: Sequence[I64]) -> tuple[I64, I64]:
     whole = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     positions, first = np.unique(whole, return_index=True)
     return positions, first.astype(np.int64)
-
-
-def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Convert bfloat16 values, given as their bits, to float32, which represents each of them exactly."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _make(folder: Path) -> None:

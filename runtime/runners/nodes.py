@@ -1,4 +1,4 @@
-"""The values of a step that a runner can show, by the names of their nodes in program.json, and their numpy dtypes."""
+"""The values of a step that a runner can show, by the names of their nodes in program.json."""
 
 from __future__ import annotations
 
@@ -8,21 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import numpy as np
 
 from inferc.errors import ConfigError
 from inferc.manifest_types import Program, TensorType
+from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES
 
-# numpy has no bfloat16, so its bits are viewed as uint16.
-NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(np.uint16),
-    "float32": np.dtype(np.float32),
-    "int32": np.dtype(np.int32),
-    "int64": np.dtype(np.int64),
-    "int8": np.dtype(np.int8),
-}
+DTYPES = ("bfloat16", "float32", "int32", "int64", "int8")  # of the values that can be shown
 ANY = "*?["
 SHOWN = 5  # how many similar names an error message suggests
 
@@ -59,7 +50,7 @@ def all_nodes(program: Program) -> dict[str, Node]:
             continue
         sizes = value.shape[1:]
         is_known = value.shape and value.shape[0] in domains and all(str(size).isdigit() for size in sizes)
-        if value.dtype in NUMPY_DTYPES and is_known:
+        if value.dtype in DTYPES and is_known:
             shape = tuple(map(int, sizes))
             domain = domains[value.shape[0]]
             found[name] = Node(name, numbers.get(name, number), node.layer, value.dtype, shape, domain)

@@ -42,6 +42,15 @@ class TokenLists:
         return TokenLists(starts, np.concatenate(rows), np.concatenate(values) if values else np.zeros(0, np.float32))
 
 
+ROW_DTYPES: dict[str, type[np.generic]] = {
+    **dict.fromkeys(("seq_slots", "top_k", "num_logprobs"), np.int32),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32),
+    **dict.fromkeys(("seeds", "counters"), np.uint64),
+}
+"""The dtypes of the fields of `SampleRows` that hold one number per row."""
+
+
 @dataclass
 class SampleRows:
     """The sampling parameters of each of the S logits rows, as a structure of arrays of length S.

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from inferc.errors import InfercError
 from inferc.ir.rendezvous import Rendezvous
+from inferc.runtime.artifact.numpy_dtypes import rounded, widened
 from inferc.runtime.runners.cpu import abi
 
 GROUPS = ("tp", "ep")  # index: the group's number in inferc_abi.h
@@ -117,18 +118,6 @@ class Collectives:
             wide = widened(bits)
             group.all_reduce(wide)
             bits[:] = rounded(wide)
-
-
-def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Convert bfloat16 values, given as their bits, to float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def rounded(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Return the bits of the nearest bfloat16 values, ties to even; a NaN stays a NaN."""
-    bits = values.view(np.uint32)
-    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype(np.uint16)
 
 
 def _parts(what: abi.Exchange, side: str, size: int) -> list[Bytes]:

@@ -22,6 +22,7 @@ from inferc.config import EngineConfig, ResolvedEngineConfig
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
 from inferc.kv_groups import cache_groups, num_parts, row_size
 from inferc.manifest_types import Hidden, Input, Observable
+from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES
 from inferc.runtime.runners.api import Observer
 from inferc.runtime.runners.compiled import CompiledForCpu
 from inferc.runtime.runners.cpu import abi
@@ -29,7 +30,7 @@ from inferc.runtime.runners.cpu.collectives import GROUPS, Collectives
 from inferc.runtime.runners.cpu.step_args import SampleInputs, StepInputs
 from inferc.runtime.runners.cpu.taps import StepTaps, Tables
 from inferc.runtime.runners.hidden_rows import hidden_rows
-from inferc.runtime.runners.nodes import NUMPY_DTYPES, Node
+from inferc.runtime.runners.nodes import Node
 from inferc.runtime.runners.step_worker import StepWorker
 from inferc.runtime.step.limits import StepLimits, outside
 from inferc.runtime.step.plan import F32, I32, I64, Copies, Rows, StepPlan, StepResult

@@ -14,14 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.runtime.runners.cpu import abi
-from inferc.runtime.step.plan import I32, Logprobs, Rows, SampleRows, StepPlan, StepResult, TokenLists
-
-ROW_DTYPES: dict[str, type[np.generic]] = {
-    **dict.fromkeys(("seq_slots", "top_k", "num_logprobs"), np.int32),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32),
-    **dict.fromkeys(("seeds", "counters"), np.uint64),
-}
+from inferc.runtime.step.plan import I32, ROW_DTYPES, Logprobs, Rows, SampleRows, StepPlan, StepResult, TokenLists
 
 
 @dataclass

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.manifest_types import Program
+from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES
 from inferc.runtime.runners.cpu import abi
-from inferc.runtime.runners.nodes import NUMPY_DTYPES, Node
+from inferc.runtime.runners.nodes import Node
 from inferc.runtime.step.plan import I64, StepPlan
 
 

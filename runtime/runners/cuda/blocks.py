@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from inferc.kv_groups import SCALE_BYTES, num_parts
 from inferc.manifest_types import KvGroup
+from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES
 from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.staging import Staging
-from inferc.runtime.runners.nodes import NUMPY_DTYPES
 from inferc.runtime.step.plan import I32, I64, Copies
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from inferc.arena import ENGINE_ALIGNMENT, KERNEL_ALIGNMENT, round_up
 from inferc.runtime.runners.cuda.capacity import Capacity
 from inferc.runtime.runners.cuda.shared_prefixes import SharedPrefixes
-from inferc.runtime.step.plan import SampleRows, StepPlan
+from inferc.runtime.step.plan import ROW_DTYPES, SampleRows, StepPlan
 
 ENGINE_INPUTS = ("token_ids", "positions", "logits_rows")
 NUM_COUNTS = 4  # the numbers of tokens, logits rows and sequences, and the index of the first row
@@ -28,10 +28,8 @@ ROW_FIELDS = {
 """The fields of `SampleRows` that hold one number per row, and their names in the layout."""
 LISTS = {"logit_bias": "bias_starts", "banned": "banned_starts", "allowed": "allowed_starts"}
 DTYPES: dict[str, type[np.generic]] = {
-    **dict.fromkeys(("sampled_slots", "top_k", "num_logprobs", "target_ids"), np.int32),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32),
-    **dict.fromkeys(("seeds", "counters"), np.uint64),
+    **{field: ROW_DTYPES[name] for name, field in ROW_FIELDS.items()},
+    "target_ids": np.int32,
 }
 
 

@@ -22,8 +22,10 @@ from inferc.codegen.triton.aot.launch import FAST, INVARIANT
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import InfercError, RequestError, UnsupportedError
 from inferc.manifest_types import Launch
+from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES
 from inferc.runtime.runners.api import Observer
 from inferc.runtime.runners.compiled import CompiledForCuda
+from inferc.runtime.runners.cpu.runner import Observer
 from inferc.runtime.runners.cuda import code, cublaslt
 from inferc.runtime.runners.cuda.blocks import Blocks
 from inferc.runtime.runners.cuda.capacity import Capacity, capacity_for, most_of_all, most_rows, sample_rows
@@ -40,7 +42,6 @@ from inferc.runtime.runners.cuda.penalties import PenaltyCounts
 from inferc.runtime.runners.cuda.step_buffers import StepBuffers
 from inferc.runtime.runners.cuda.step_inputs import StepInputs
 from inferc.runtime.runners.cuda.weights import placed_bytes
-from inferc.runtime.runners.nodes import NUMPY_DTYPES
 from inferc.runtime.step.limits import StepLimits, outside
 from inferc.runtime.step.plan import F32, I32, I64, StepPlan, StepResult
 

@@ -25,8 +25,9 @@ from inferc.manifest_types import Observable
 from inferc.passes.lower import plan_memory
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.parallel.expert_placement import balanced
+from inferc.runtime.artifact.numpy_dtypes import rounded, widened
 from inferc.runtime.runners.cpu import abi
-from inferc.runtime.runners.cpu.collectives import Bytes, Collectives, LocalGroup, rounded, widened
+from inferc.runtime.runners.cpu.collectives import Bytes, Collectives, LocalGroup
 from inferc.runtime.runners.cpu.runner import CpuRunner
 from inferc.targets import Target
 
