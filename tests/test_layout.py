@@ -76,6 +76,7 @@ LOOSE = {
     "codegen": {
         "artifact_writer",
         "conditions",
+        "construction",
         "folder",
         "kernel",
         "node_types",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from onnx_ir.tape import Tape
 from torch import Tensor, fx
 
+from inferc.codegen.construction import Construction
 from inferc.ir.program import Program, name_of
 from inferc.manifest_types import StoredWeight
 
@@ -32,23 +33,20 @@ MICROSOFT = "com.microsoft"  # the domain of onnxruntime's own ops
 AXES = {("token_ids", 0): "num_tokens", ("starts", 0): "num_seqs", ("logits_rows", 0): "num_rows"}
 
 
-class OnnxGraph:
+class OnnxGraph(Construction[ir.Value]):
     """The ONNX values of the program's nodes, and methods that add ops on them.
 
     The weights stay in the artifact's files.
     """
 
     def __init__(self, program: Program, weights: Mapping[str, StoredWeight]) -> None:
-        self.program, self._weights = program, weights
+        super().__init__(program)
+        self._weights = weights
         self.tape = Tape()
-        self.values: dict[fx.Node, Any] = {}  # ir.Value, or a tuple of them
         self.inputs: list[ir.Value] = []
         self.initializers: list[ir.Value] = []
         self.domains: set[str] = {""}
         self._axes = _axes(program)
-        self._kept: dict[Any, ir.Value] = {}
-        self._names: set[str] = set()
-        self._node: fx.Node | None = None
 
     # ------------------------------------------------------------------------------------------- values
 
@@ -84,14 +82,6 @@ class OnnxGraph:
         made = ir.Value(name=self.unique(node.name), shape=self._shape(value), type=ir.TensorType(DTYPES[value.dtype]))
         self.inputs.append(made)
         self.values[node] = made
-
-    def unique(self, name: str) -> str:
-        """Return a name that no other value or node has."""
-        found, count = name, 1
-        while found in self._names:
-            found, count = f"{name}.{count}", count + 1
-        self._names.add(found)
-        return found
 
     def emit(self, node: fx.Node, call: Callable[[OnnxGraph, fx.Node], Any]) -> None:
         """Store what `call` makes of a node; the ops that it adds get names from the node."""
@@ -150,14 +140,6 @@ class OnnxGraph:
             )
             self._kept[key] = kept
             self.initializers.append(kept)
-        return self._kept[key]
-
-    def shared(self, key: Any, make: Callable[[], ir.Value]) -> ir.Value:
-        """Return a value that several calls need; the first of them makes it."""
-        if key not in self._kept:
-            before, self._node = self._node, None
-            self._kept[key] = make()
-            self._node = before
         return self._kept[key]
 
     def cast(self, value: ir.Value, before: torch.dtype, after: torch.dtype) -> ir.Value:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
+from inferc.codegen.construction import Construction
 from inferc.codegen.tensorrt.adapter import Building
 from inferc.ir.program import Program, dtype_name, name_of
 
@@ -40,22 +41,19 @@ class Bytes:
         self.dtype, self.shape, self.data = dtype, shape, data
 
 
-class TensorRTNetwork:
+class TensorRTNetwork(Construction[Tensor]):
     """The TensorRT tensors of the program's nodes, and methods that add layers on them.
 
     capacity: the number of tokens that a sequence has room for in the caches, which TensorRT needs as a constant.
     """
 
     def __init__(self, building: Building, program: Program, weights: Mapping[str, Bytes], capacity: int) -> None:
-        self.program, self.capacity = program, capacity
+        super().__init__(program)
+        self.capacity = capacity
         self.trt, self.network = building.library.module, building.network
         self._checked = building.library.checked
         self.weights = weights
-        self.values: dict[fx.Node, Any] = {}  # a tensor, or a tuple of them
-        self._kept: dict[Any, Tensor] = {}
         self._alive: list[NDArray[Any]] = []  # the constants' memory, which the network points to
-        self._names: set[str] = set()
-        self._node: fx.Node | None = None
 
     # ------------------------------------------------------------------------------------------- values
 
@@ -165,14 +163,6 @@ class TensorRTNetwork:
         value.name = self.unique(name)
         self.network.mark_output(value)
 
-    def unique(self, name: str) -> str:
-        """Return a name that no other layer or input has."""
-        found, count = name, 1
-        while found in self._names:
-            found, count = f"{name}.{count}", count + 1
-        self._names.add(found)
-        return found
-
     def emit(self, node: fx.Node, call: Callable[[TensorRTNetwork, fx.Node], Any]) -> None:
         """Store what `call` makes of a node; the layers that it adds get names from the node."""
         self._node = node
@@ -209,14 +199,6 @@ class TensorRTNetwork:
     def add(self, kind: str, *args: Any, name: str | None = None) -> Tensor:
         """Add a layer with one result, and return the result."""
         return self.layer(kind, *args, name=name).get_output(0)
-
-    def shared(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
-        """Return a value that several calls need; the first of them makes it."""
-        if key not in self._kept:
-            before, self._node = self._node, None
-            self._kept[key] = make()
-            self._node = before
-        return self._kept[key]
 
     def constant(self, value: Any, dtype: type[np.generic] = np.int64) -> Tensor:
         """Return a number, or an array of any shape, as a constant."""

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from inferc.codegen.node_types import dtype_of
+from inferc.codegen.node_types import dtype_of, gate_of
 from inferc.codegen.onnx.graph import OnnxGraph
 from inferc.ir.ops.pointwise import parse, walk
 from inferc.ir.program import arguments
@@ -80,21 +80,15 @@ def activate(graph: OnnxGraph, value: ir.Value, name: str) -> ir.Value:
     return graph.op("Gelu", value, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def _gated(graph: OnnxGraph, gate: fx.Node, up: fx.Node, activation: str) -> ir.Value:
+def silu_mul(graph: OnnxGraph, node: fx.Node) -> ir.Value:
     """Compute `activation(gate) * up` in float32, rounded once."""
+    gate, up, activation = gate_of(node)
     dtype = dtype_of(gate)
     wide, other = (graph.cast(graph.value(each), dtype, torch.float32) for each in (gate, up))
     return graph.cast(graph.op("Mul", activate(graph, wide, activation), other), torch.float32, dtype)
 
 
-def silu_mul(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    gate, up = arguments(node)
-    return _gated(graph, gate, up, "silu")
-
-
-def gelu_mul(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    gate, up, approximate = arguments(node)
-    return _gated(graph, gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
+gelu_mul = silu_mul  # the names of their kernels
 
 
 _FUNCTIONS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-import torch
 from torch import fx
 
 from inferc.codegen.node_types import dtype_of, rank_of
@@ -11,8 +10,10 @@ from inferc.codegen.onnx.graph import OnnxGraph
 from inferc.ir.program import arguments
 
 
-def _linear(graph: OnnxGraph, x: fx.Node, weight: fx.Node, bias: fx.Node | None, dtype: torch.dtype) -> ir.Value:
-    """Multiply x [..., k] by weight [n, k], in `dtype`."""
+def linear(graph: OnnxGraph, node: fx.Node) -> ir.Value:
+    """Multiply x [..., k] by weight [n, k] in the dtype of the result, which is float32 for logits and routers."""
+    x, weight, *given = arguments(node)
+    dtype, bias = dtype_of(node), given[0] if given else None
     rows, matrix = (graph.cast(graph.value(each), dtype_of(each), dtype) for each in (x, weight))
     offset = None if bias is None else graph.cast(graph.value(bias), dtype_of(bias), dtype)
     if rank_of(x) == 2:
@@ -21,19 +22,7 @@ def _linear(graph: OnnxGraph, x: fx.Node, weight: fx.Node, bias: fx.Node | None,
     return product if offset is None else graph.op("Add", product, offset)
 
 
-def linear(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    x, weight, bias = arguments(node)
-    return _linear(graph, x, weight, bias, dtype_of(node))
-
-
-def linear_wide(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    x, weight = arguments(node)
-    return _linear(graph, x, weight, None, torch.float32)
-
-
-def lm_head(graph: OnnxGraph, node: fx.Node) -> ir.Value:
-    hidden, weight, bias = arguments(node)
-    return _linear(graph, hidden, weight, bias, torch.float32)
+linear_wide = lm_head = linear  # the names of their kernels
 
 
 def head_linear(graph: OnnxGraph, node: fx.Node) -> ir.Value:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from inferc.codegen.node_types import dtype_of, rank_of
+from inferc.codegen.node_types import dtype_of, gate_of, rank_of
 from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
 from inferc.ir.ops.pointwise import parse, walk
 from inferc.ir.program import arguments
@@ -75,19 +75,13 @@ def activate(net: TensorRTNetwork, value: Tensor, name: str) -> Tensor:
     return net.activation("GELU_TANH" if name == "gelu_tanh" else "GELU_ERF", value)
 
 
-def _gated(net: TensorRTNetwork, gate: fx.Node, up: fx.Node, activation: str) -> Tensor:
+def silu_mul(net: TensorRTNetwork, node: fx.Node) -> Tensor:
     """Compute `activation(gate) * up` in float32, rounded once."""
+    gate, up, activation = gate_of(node)
     return net.cast(net.mul(activate(net, net.wide(gate), activation), net.wide(up)), dtype_of(gate))
 
 
-def silu_mul(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    gate, up = arguments(node)
-    return _gated(net, gate, up, "silu")
-
-
-def gelu_mul(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    gate, up, approximate = arguments(node)
-    return _gated(net, gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
+gelu_mul = silu_mul  # the names of their kernels
 
 
 UNARY = {"abs": "ABS", "erf": "ERF", "exp": "EXP", "floor": "FLOOR", "log": "LOG", "sqrt": "SQRT"}

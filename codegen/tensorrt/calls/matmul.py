@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from inferc.codegen.node_types import dtype_of
@@ -10,27 +9,19 @@ from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
 from inferc.ir.program import arguments
 
 
-def _linear(net: TensorRTNetwork, x: fx.Node, weight: fx.Node, bias: fx.Node | None, dtype: torch.dtype) -> Tensor:
-    """Multiply x [..., k] by weight [n, k], in `dtype`."""
+def linear(net: TensorRTNetwork, node: fx.Node) -> Tensor:
+    """Multiply x [..., k] by weight [n, k] in the dtype of the result, which is float32 for logits and routers.
+
+    TensorRT rounds a product to its operands' dtype, so they are cast.
+    """
+    x, weight, *given = arguments(node)
+    dtype, bias = dtype_of(node), given[0] if given else None
     rows, matrix = (net.cast(net.value(each), dtype) for each in (x, weight))
     product = net.matmul(rows, matrix, transposed=True)
     return product if bias is None else net.plus(product, net.cast(net.value(bias), dtype))
 
 
-def linear(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    x, weight, bias = arguments(node)
-    return _linear(net, x, weight, bias, dtype_of(node))
-
-
-def linear_wide(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    x, weight = arguments(node)
-    return _linear(net, x, weight, None, torch.float32)
-
-
-def lm_head(net: TensorRTNetwork, node: fx.Node) -> Tensor:
-    """Compute the logits in float32, their dtype, since TensorRT rounds a product to its operands' dtype."""
-    hidden, weight, bias = arguments(node)
-    return _linear(net, hidden, weight, bias, torch.float32)
+linear_wide = lm_head = linear  # the names of their kernels
 
 
 def linear_int8(net: TensorRTNetwork, node: fx.Node) -> Tensor:
