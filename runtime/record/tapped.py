@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from inferc.errors import ConfigError, RequestError
 from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES, widened
 from inferc.runtime.record.watcher import Watcher
-from inferc.runtime.runners.cpu.taps import Node
 from inferc.runtime.runners.nodes import Node
 from inferc.runtime.step.plan import I64, StepPlan, StepResult
 from inferc.runtime.step.sampling_params import SamplingParams

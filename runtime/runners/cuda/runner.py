@@ -25,7 +25,6 @@ from inferc.manifest_types import Launch
 from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES
 from inferc.runtime.runners.api import Observer
 from inferc.runtime.runners.compiled import CompiledForCuda
-from inferc.runtime.runners.cpu.runner import Observer
 from inferc.runtime.runners.cuda import code, cublaslt
 from inferc.runtime.runners.cuda.blocks import Blocks
 from inferc.runtime.runners.cuda.capacity import Capacity, capacity_for, most_of_all, most_rows, sample_rows
