@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from inferc.errors import ConfigError, UnsupportedError
+from inferc.manifest_types import Determinism
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """The NVIDIA chips that kernels are compiled for."""
@@ -23,6 +24,19 @@ DEFAULT_TARGET = "cpu"
 INTEGERS = ("int8", "w8a8", "int4", "int4-g32", "int4-g64", "int4-g128")
 MODEL_DTYPES = ("bfloat16", "float32")
 ALL_DTYPES = ("bfloat16", "float32", "float16")
+
+OF_OWN_KERNELS = Determinism(
+    contract="a row's bits depend on its own sequence only: not on threads, batch, chunking or preemption",
+    scope="one instruction set; another may differ in rounding",
+)
+OF_ONNXRUNTIME = Determinism(
+    contract="none: a row's last bits may depend on how many rows are computed with it",
+    scope="onnxruntime's kernels, of whatever version and provider runs the model",
+)
+OF_TENSORRT = Determinism(
+    contract="none: a row's last bits may depend on how many rows are computed with it",
+    scope="one chip, and one version of TensorRT",
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,8 @@ class TargetSpec:
     """True if --tp, --pp and --ep can spread a model over several ranks."""
     deterministic: Literal["always", "on_request", "never"] = "always"
     """When the bits of a row depend on its own sequence alone: always, if `--deterministic` asks for it, or never."""
+    determinism: Determinism = OF_OWN_KERNELS
+    """The same for people, as the manifest says it."""
     token_budget: int = 512
     """The default of the most tokens of a step."""
     kernels_certified: Literal["compile", "verify", "never"] = "never"
@@ -122,6 +138,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         default_dtype="float32",  # onnxruntime has few kernels for bfloat16 on a CPU
         kv_dtypes=("float32", "float16"),
         deterministic="never",
+        determinism=OF_ONNXRUNTIME,
         kernels_certified="compile",
         kernels_round_rows=True,
     ),
@@ -137,6 +154,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         default_dtype="float32",
         kv_dtypes=("float32", "float16"),
         deterministic="never",
+        determinism=OF_ONNXRUNTIME,
         kernels_certified="compile",
     ),
     TargetSpec(
@@ -153,6 +171,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         schemes=tuple(scheme for scheme in INTEGERS if scheme != "w8a8"),
         kv_dtypes=("float16",),
         deterministic="never",
+        determinism=OF_ONNXRUNTIME,
         kernels_certified="verify",
     ),
     TargetSpec(
@@ -169,6 +188,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         schemes_of_chips={"fp8": 89},
         kv_dtypes=ALL_DTYPES,
         deterministic="never",
+        determinism=OF_TENSORRT,
         kernels_certified="verify",
     ),
     TargetSpec(
@@ -183,6 +203,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         schemes=("int8", "w8a8", "fp8"),
         schemes_of_chips={"fp8": 89},
         deterministic="never",
+        determinism=OF_TENSORRT,
         token_budget=8192,
     ),
     TargetSpec(
