@@ -134,7 +134,7 @@ def capture_and_lower(folder: str) -> dict[str, float]:
     lower(program, LowerConfig(Target.parse("cpu")))
     part("passes")
     plan = memory_plan(program)
-    emit(program, plan.values, plan.pools)
+    emit(program, plan.values, plan.arena.pools)
     part("emit")
     return times
 

@@ -18,7 +18,7 @@ from make_model import SHAPES
 from transformers import AutoConfig
 
 from inferc.backends.lower import LowerConfig, lower
-from inferc.codegen.artifact_writer import program_json
+from inferc.codegen import artifact_writer
 from inferc.codegen.triton.aot.build import build
 from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.code import write_code
@@ -204,11 +204,10 @@ def random_model(
         size = math.prod(physical) * weight.dtype.itemsize
         dtype_of = dtype_name(weight.dtype)
         weights.append(StoredWeight(name, "", stored[weight], size, dtype_of, weight.shape, physical, ""))
-    data = program_json(program, plan.to_json(), step.program_json_fields, weights)
+    stored_program = artifact_writer.stored_program(program, plan, step.part, weights)
     groups = [
-        {**group, "bytes_per_token": size} for group, size in zip(data["program"]["kv_groups"], sizes, strict=True)
+        {**group, "bytes_per_token": size} for group, size in zip(stored_program.program.kv_groups, sizes, strict=True)
     ]
-    stored_program = msgspec.convert(data, StoredProgram)
     return RandomModel(
         path=Path("random"),
         program=stored_program,

@@ -14,23 +14,23 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from inferc import manifest_types
+from inferc.arena import MemoryFormula, MemoryPlan
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.values import outputs
-from inferc.config import ResolvedCompileConfig
 from inferc.errors import ArtifactError, ConfigError
 from inferc.ir import program as program_lib
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import Program, dtype_name
 from inferc.ir.weights import TensorReader, Weight
 from inferc.manifest import (
-    FORMAT_VERSION,
     MANIFEST,
     PROGRAM,
     STORED_DTYPES,
@@ -39,7 +39,27 @@ from inferc.manifest import (
     json_bytes,
     seal_manifest,
 )
-from inferc.manifest_types import FileEntry, StoredWeight
+from inferc.manifest_types import (
+    CubinPart,
+    CubinProgram,
+    FileEntry,
+    Graph,
+    Hidden,
+    Input,
+    KvGroup,
+    KvIdentity,
+    KvLayout,
+    LibraryPart,
+    LibraryProgram,
+    ManifestFacts,
+    Memory,
+    PlainPart,
+    PlainProgram,
+    ProgramEntry,
+    StepTypes,
+    StoredWeight,
+    TargetPart,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,22 +69,6 @@ COUNT_AT_A_TIME = 1 << 18  # elements of a piece, so few that its temporary arra
 # The exponent bits of a dtype, which are all ones in an infinity and in a NaN.
 EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
-
-DETERMINISM = {
-    "contract": "a row's bits depend on its own sequence only: not on threads, batch, chunking or preemption",
-    "scope": "one instruction set; another may differ in rounding",
-}
-
-
-OF_ONNXRUNTIME = {
-    "contract": "none: a row's last bits may depend on how many rows are computed with it",
-    "scope": "onnxruntime's kernels, of whatever version and provider runs the model",
-}
-
-OF_TENSORRT = {
-    "contract": "none: a row's last bits may depend on how many rows are computed with it",
-    "scope": "one chip, and one version of TensorRT",
-}
 
 
 @dataclass
@@ -279,49 +283,51 @@ class ArtifactWriter:
         log.warning("%s", message)
 
     def add_program(
-        self,
-        program: Program,
-        memory_plan: Mapping[str, Any],
-        target_fields: Mapping[str, Any],
-        file: str = PROGRAM,
-        prefix: str = "",
+        self, program: Program, memory_plan: MemoryPlan, part: TargetPart, file: str = PROGRAM, prefix: str = ""
     ) -> None:
         """Write the file of a program: the step's inputs and outputs, the weights, the lowered graph, the memory plan.
 
-        target_fields: the fields that the target's runner needs in addition, at the top level of the file; prefix: what
-        `add_weights` had in front of the program's names of weights.
+        part: the fields that the target's runner needs in addition; prefix: what `add_weights` had in front of the
+        program's names of weights.
         """
         stored = {weight.name: weight for weight in self.weights}
         names = program.weights if stored else ()  # without stored weights, a plan holds them
         weights = [msgspec.structs.replace(stored[prefix + name], name=name) for name in names]
-        self.add(file, json_bytes(program_json(program, memory_plan, target_fields, weights)))
+        self.add(file, json_bytes(stored_program(program, memory_plan, part, weights)))
 
-    def write_manifest(self, manifest: Mapping[str, Any]) -> None:
+    def write_manifest(self, facts: ManifestFacts) -> None:
         """Write engine.json as the last file: it lists every other file by name, and has its own digest."""
-        files = msgspec.to_builtins(dict(sorted(self.files.items())))
-        self._write(MANIFEST, seal_manifest({**manifest, "files": files}))
+        manifest = msgspec.to_builtins(facts)
+        model = manifest["model"]
+        if len(facts.programs) > 1 and "quantization" in model:
+            model["quantization"] = model.pop("quantization")  # it is a sum over the ranks
+        self._write(MANIFEST, seal_manifest({**manifest, "files": dict(sorted(self.files.items()))}))
 
 
-def program_json(
-    program: Program,
-    memory_plan: Mapping[str, Any],
-    target_fields: Mapping[str, Any],
-    weights: Sequence[StoredWeight],
-) -> dict[str, Any]:
-    """Return the contents of a program's file, as `manifest_types.Program` reads them."""
-    step = {
-        "inputs": [{"name": node.name, **_type_json(node.meta["val"])} for node in program.inputs()],
-        "outputs": _output_names(program),
-        "hidden": _hidden_json(program),
-    }
+PROGRAMS = {PlainPart: PlainProgram, LibraryPart: LibraryProgram, CubinPart: CubinProgram}
+
+
+def stored_program(
+    program: Program, memory_plan: MemoryPlan, part: TargetPart, weights: Sequence[StoredWeight]
+) -> manifest_types.Program:
+    """Return the contents of a program's file."""
+    hidden, _ = outputs(program)
+    step = StepTypes(
+        inputs=[Input(node.name, **_type_of(node.meta["val"])) for node in program.inputs()],
+        outputs=_output_names(program),
+        hidden=Hidden(**_type_of(hidden.meta["val"]), value=hidden.name),
+    )
     graph = program_lib.to_json(dataclasses.replace(program, weights=_stored_weights(program)))
-    return {
-        **target_fields,
-        "step": step,
-        "weights": [msgspec.structs.asdict(weight) for weight in weights],
-        "memory_plan": dict(memory_plan),
-        "program": graph,
-    }
+    made: manifest_types.Program = PROGRAMS[type(part)](
+        **{
+            **msgspec.structs.asdict(part),
+            "step": step,
+            "weights": list(weights),
+            "memory_plan": memory_plan,
+            "program": msgspec.convert(graph, Graph),
+        }
+    )
+    return made
 
 
 def count_broken(chunk: torch.Tensor) -> int:
@@ -347,75 +353,38 @@ def program_entry(
     ranks: Mapping[str, int],
     libraries: Mapping[str, str],
     cubins: Mapping[str, str],
-    arena: Mapping[str, int],
-    kv_layout: Mapping[str, Any],
-) -> dict[str, Any]:
+    arena: MemoryFormula,
+    kv_layout: KvLayout,
+) -> ProgramEntry:
     """Return the entry of one program in engine.json.
 
     ranks: tp_rank, pp_stage, ep_rank; libraries: instruction set to file, best first; cubins: chip, or "ptx", to
-    folder; arena: the coefficients keyed as `MemoryFormula`.
+    folder.
     """
     groups = program_lib.to_json(program)["kv_groups"]
-    layout = dict(kv_layout)
+    layout = msgspec.to_builtins(kv_layout)
     digest = hashlib.sha256(json.dumps([layout, groups, program.block_size], sort_keys=True).encode()).hexdigest()
-    return {
-        "name": program.name,
-        "file": file,
+    return ProgramEntry(
+        name=program.name,
+        file=file,
         **ranks,
-        "inputs": [node.name for node in program.inputs()],
-        "outputs": _output_names(program),
-        "kv_groups": [
-            {**group, "bytes_per_token": of.bytes_per_token}
+        inputs=[node.name for node in program.inputs()],
+        outputs=[*_output_names(program)],
+        kv_groups=[
+            KvGroup(**group, bytes_per_token=of.bytes_per_token)
             for group, of in zip(groups, program.kv_groups, strict=True)
         ],
-        "num_weights": len(program.weights),
-        "libraries": dict(libraries),
-        "cubins": dict(cubins),
-        "memory": {
-            "arena": dict(arena),
-            "kv_bytes_per_token": sum(group.bytes_per_token for group in program.kv_groups),
-        },
-        "kv_layout": {**layout, "hash": digest},
-    }
+        num_weights=len(program.weights),
+        libraries=dict(libraries),
+        cubins=dict(cubins),
+        memory=Memory(arena, sum(group.bytes_per_token for group in program.kv_groups)),
+        kv_layout=KvIdentity(**msgspec.structs.asdict(kv_layout), hash=digest),
+    )
 
 
-def make_manifest(
-    config: ResolvedCompileConfig,
-    *,
-    targets: Sequence[str],
-    producer: str,
-    host: str | None,
-    model: Mapping[str, Any],
-    programs: Sequence[Mapping[str, Any]],
-    passes: Sequence[Mapping[str, Any]],
-    kernels: Sequence[Mapping[str, Any]],
-    plan: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the contents of engine.json without the list of files: what the runtime reads before any other file.
-
-    host: the kind of machine that the libraries run on ("linux-x86_64"), or None if there are none; programs: a
-    `program_entry` for each rank; plan: what a TensorRT plan needs in order to run.
-    """
-    return {
-        "format_version": FORMAT_VERSION,
-        "producer": producer,
-        "targets": list(targets),
-        "host": host,
-        "model": dict(model),
-        "programs": [dict(entry) for entry in programs],
-        "config": dataclasses.asdict(config),
-        "passes": [dict(row) for row in passes],
-        "kernels": [dict(row) for row in kernels],
-        "determinism": {"onnx": OF_ONNXRUNTIME, "tensorrt": OF_TENSORRT, "tensorrt-paged": OF_TENSORRT}.get(
-            targets[0].partition(":")[0], DETERMINISM
-        ),
-        **({} if plan is None else {"tensorrt": dict(plan)}),
-    }
-
-
-def _output_names(program: Program) -> list[str]:
+def _output_names(program: Program) -> list[Literal["hidden", "logits"]]:
     """Return the names of the outputs: hidden, and logits if the program has the LM head."""
-    return ["hidden", "logits"][: len(program.output().args[0])]  # type: ignore[arg-type]
+    return ["hidden", "logits"][: len(program.output().args[0])]  # type: ignore[arg-type, return-value]
 
 
 def _stored(name: str, weight: Weight, file: str, offset: int, num_bytes: int) -> StoredWeight:
@@ -433,11 +402,5 @@ def _stored_weights(program: Program) -> dict[str, Weight]:
     return stored
 
 
-def _hidden_json(program: Program) -> dict[str, Any]:
-    """Return the type of the hidden rows in front of the LM head, and the name of their value in the memory plan."""
-    hidden, _ = outputs(program)
-    return {**_type_json(hidden.meta["val"]), "value": hidden.name}
-
-
-def _type_json(value: torch.Tensor) -> dict[str, Any]:
+def _type_of(value: torch.Tensor) -> dict[str, Any]:
     return {"dtype": dtype_name(value.dtype), "shape": [str(size) for size in value.shape]}

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from inferc.arena import Pool
+from inferc.arena import Place, Pool
 from inferc.errors import UnsupportedError
 from inferc.ir.program import Program, dtype_name, name_of, target_name
-from inferc.manifest_types import Observable, Place
+from inferc.manifest_types import Observable
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def main(out: str = "out/own-pass") -> None:
     model = AutoModelForCausalLM.from_config(config)
     for name, passes in (("plain", ()), ("own", (fuse_add_rms_norm,))):
         summary = inferc.compile(model, f"{out}/{name}", inferc.CompileConfig(passes=passes))
-        adds = {row["name"]: row["nodes"] for row in summary.kernels if "add" in row["name"]}
+        adds = {row.name: row.nodes for row in summary.kernels if "add" in row.name}
         with inferc.LLM(f"{out}/{name}") as llm:
             answers = llm.generate([[1, 2, 3], [4, 5]], inferc.SamplingParams(temperature=0.0, max_tokens=16))
         print(f"{name}: {adds}\n", *(answer.outputs[0].token_ids for answer in answers))

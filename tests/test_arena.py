@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from inferc.arena import POOLS, ROW_ALIGNMENT, SAMPLE_ROWS, Arena, MostRows
+from inferc.arena import POOLS, ROW_ALIGNMENT, SAMPLE_ROWS, Arena, MemoryFormula, MostRows
 
 HEADERS = Path(__file__).parents[1] / "codegen" / "cpp" / "kernels"
 
@@ -28,4 +28,4 @@ def test_pools_follow_one_another() -> None:
     assert [arena.address(pool, 0, most) for pool in POOLS] == [0, 12800, 13440, 13952]
     assert arena.address("S", 4, most) == 12800 + 4 * 64
     assert arena.num_bytes(most) == 13952 + 4 * 64
-    assert arena.formula == {"const": 256, "per_token": 100, "per_row": 10, "per_seq": 8, "per_thread": 0}
+    assert arena.formula == MemoryFormula(const=256, per_token=100, per_row=10, per_seq=8, per_thread=0)

@@ -73,7 +73,7 @@ def test_a_target_from_outside_is_one_folder(
     assert sum(len(path.read_text().splitlines()) for path in (SUPPORT / "null_target").glob("*.py")) <= 80
     monkeypatch.setattr(targets, "TARGETS", (*TARGETS, NULL))
     summary = inferc.compile(tiny_llama_folder, tmp_path / "out", CompileConfig(target="null", certify="none"))
-    assert {row["name"].partition(".")[0] for row in summary.kernels} == {"null"}
+    assert {row.name.partition(".")[0] for row in summary.kernels} == {"null"}
     with inferc.LLM(tmp_path / "out") as llm:
         (answer,) = llm.generate([[5, 6, 7]], inferc.SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     assert answer.outputs[0].token_ids == [0, 0, 0]

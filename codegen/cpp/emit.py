@@ -12,13 +12,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
-import msgspec
 import torch
 from torch import fx
 
-from inferc.arena import SAMPLE_ROWS, Pool
+from inferc.arena import SAMPLE_ROWS, MemoryFormula, Place, Pool
 from inferc.codegen.cpp.blocking import CORES, Choice, Product, choices
 from inferc.codegen.cpp.calls import moe, ranks
 from inferc.codegen.cpp.table import KERNELS
@@ -28,7 +26,7 @@ from inferc.codegen.select import chosen_kernel, needs_kernel
 from inferc.codegen.values import Values, observable, outputs
 from inferc.ir.program import KVGroup, Program, ancestors, dtype_name, name_of, target_name
 from inferc.manifest import align
-from inferc.manifest_types import Place, Tiling
+from inferc.manifest_types import KvLayout, LibraryPart, Tiling
 from inferc.manifest_types import Product as StoredProduct
 
 ABI = 1
@@ -63,13 +61,13 @@ KEY_UNITS = {"float32": 1, "bfloat16": 2, "int8": 4}
 
 @dataclass(frozen=True)
 class CppUnit:
-    """Generated source, the headers that it includes, and the fields that the manifest needs of it."""
+    """Generated source, the headers that it includes, and what is added to program.json for it."""
 
     source: str
     parts: tuple[str, ...]  # the other units: one for each kernel that is called, and one with the entry points
     headers: tuple[str, ...]  # file names in codegen/cpp/kernels; all units include COMMON_HEADER first
-    arena: dict[str, int]  # the coefficients of the arena's size, keyed as `MemoryFormula`
-    program_json_fields: dict[str, Any]
+    arena: MemoryFormula
+    part: LibraryPart
     own_headers: Mapping[str, str] = field(default_factory=dict)  # headers of a user's kernels: file name to text
     leaves_templates: bool = True  # every template that `source` calls is instantiated in `parts`
 
@@ -155,20 +153,18 @@ def emit(
     blockings = _blockings([products[name] for name in sorted(products)])
     source = _source(program, arena, [*blockings, *tables], body, head_body, list(own_headers))
     formula = _formula(arena)
-    fields = {
-        "abi": ABI,
-        "arena": formula,
-        "inputs": [node.name for node in program.inputs()],
-        "weights": list(program.weights),
-        "observable": [observable(node, number) for node, number in numbers.items()],
-        "products": [_stored_product(each, step) for each in products.values()],
-        "kv_layout": _kv_layout(program),
-        "vocab_size": _vocab_size(program),
-    }
+    part = LibraryPart(
+        abi=ABI,
+        arena=formula,
+        inputs=[node.name for node in program.inputs()],
+        observable=[observable(node, number) for node, number in numbers.items()],
+        products=[_stored_product(each, step) for each in products.values()],
+        kv_layout=_kv_layout(program),
+        vocab_size=_vocab_size(program),
+    )
     # A user's kernel that is no template is inline in this unit, and may use templates that no part instantiates.
     leaves_templates = all("<" in kernel for kernel, own in apart if own)
-    parts, stored = _parts(apart, list(own_headers)), msgspec.to_builtins(fields)
-    return CppUnit(source, parts, HEADERS, formula, stored, own_headers, leaves_templates)
+    return CppUnit(source, _parts(apart, list(own_headers)), HEADERS, formula, part, own_headers, leaves_templates)
 
 
 def _vocab_size(program: Program) -> int:
@@ -235,29 +231,29 @@ def _partial_bytes(program: Program) -> int:
     return most
 
 
-def _formula(arena: Mapping[str, int]) -> dict[str, int]:
-    return {
-        "const": arena["per_sample"] * SAMPLE_ROWS + arena["scratch"],
-        "per_token": arena["per_token"] + arena["scratch_per_token"],
-        "per_row": arena["per_row"] + arena["scratch_per_row"],
-        "per_seq": arena["per_seq"],
-        "per_thread": arena["per_thread"],
-    }
+def _formula(arena: Mapping[str, int]) -> MemoryFormula:
+    return MemoryFormula(
+        const=arena["per_sample"] * SAMPLE_ROWS + arena["scratch"],
+        per_token=arena["per_token"] + arena["scratch_per_token"],
+        per_row=arena["per_row"] + arena["scratch_per_row"],
+        per_seq=arena["per_seq"],
+        per_thread=arena["per_thread"],
+    )
 
 
-def _kv_layout(program: Program) -> dict[str, Any]:
+def _kv_layout(program: Program) -> KvLayout:
     """Return how a KV block of each group lies in the pool (kv.h)."""
     int8 = any(group.dtype == torch.int8 for group in program.kv_groups)
     tokens = 32 if program.block_size % 32 == 0 else 16
-    return {
-        "block_size": program.block_size,
-        "k": "[block_size/16][head_dim/unit][16][unit]",
-        "v": f"[block_size/{tokens}][head_dim/16][{tokens}/unit][16][unit]",
-        "latent": "[block_size/16][16][head_dim]",
-        "order": "block, layer, kv head, k before v",
-        "units": [KEY_UNITS[dtype_name(group.dtype)] for group in program.kv_groups],
-        **({"scales": f"of int8: float32, 16 behind every 16 tokens of k and latent, {tokens} of v"} if int8 else {}),
-    }
+    return KvLayout(
+        block_size=program.block_size,
+        k="[block_size/16][head_dim/unit][16][unit]",
+        v=f"[block_size/{tokens}][head_dim/16][{tokens}/unit][16][unit]",
+        latent="[block_size/16][16][head_dim]",
+        order="block, layer, kv head, k before v",
+        units=[KEY_UNITS[dtype_name(group.dtype)] for group in program.kv_groups],
+        scales=f"of int8: float32, 16 behind every 16 tokens of k and latent, {tokens} of v" if int8 else None,
+    )
 
 
 def _pool(group: KVGroup, block_size: int) -> str:

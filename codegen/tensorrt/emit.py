@@ -24,7 +24,7 @@ from inferc.codegen.tensorrt.network import Bytes, TensorRTNetwork
 from inferc.codegen.tensorrt.table import KERNELS
 from inferc.codegen.values import outputs
 from inferc.ir.program import Program, target_name
-from inferc.manifest_types import StoredWeight
+from inferc.manifest_types import PlanProfile, StoredWeight, Tensorrt
 
 ALIASES = {"aten.slice.Tensor": elementwise.slice_, "aten.view": elementwise.view, "getitem": elementwise.part}
 CACHE_RANK = 4
@@ -58,9 +58,12 @@ class Profile:
 
         return {node.name: (shape(node, None), shape(node, 0), shape(node, 1)) for node in program.inputs()}
 
-    def to_json(self) -> dict[str, Any]:
-        most = {"max_num_seqs": self.seqs[1], "max_num_tokens": self.tokens[1], "max_num_rows": self.rows[1]}
-        return {"name": self.name, **most}
+    @property
+    def stored(self) -> PlanProfile:
+        """The profile as the manifest has it."""
+        return PlanProfile(
+            name=self.name, max_num_seqs=self.seqs[1], max_num_tokens=self.tokens[1], max_num_rows=self.rows[1]
+        )
 
 
 def profiles_for(max_model_len: int) -> tuple[Profile, ...]:
@@ -79,7 +82,7 @@ class Plan:
 
     data: Any  # a buffer
     layers: list[dict[str, Any]]
-    facts: dict[str, Any]  # as the manifest has them
+    facts: Tensorrt
 
 
 def emit(
@@ -107,12 +110,7 @@ def emit(
     profiles = profiles_for(program.block_size)
     is_float32 = hidden.meta["val"].dtype == torch.float32
     data = building.plan([each.shapes(program, program.block_size) for each in profiles], tf32=not is_float32)
-    facts = {
-        "package": library.package,
-        "version": library.version,
-        "arch": arch,
-        "profiles": [each.to_json() for each in profiles],
-    }
+    facts = Tensorrt(library.package, library.version, arch, [each.stored for each in profiles])
     return Plan(data, building.layers(), facts)
 
 

@@ -22,6 +22,7 @@ from inferc.codegen.tensorrt.network import Tensor, TensorRTNetwork
 from inferc.codegen.tensorrt.table import KERNELS
 from inferc.codegen.values import outputs
 from inferc.ir.program import Program, target_name
+from inferc.manifest_types import PlanProfile
 
 MAX_TOKENS = 8192  # tokens of a call
 USUAL_DECODE, MAX_DECODE, USUAL_PREFILL = 16, 256, 512
@@ -46,8 +47,10 @@ class Profile:
             for name, node in segment.inputs.items()
         }
 
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "max_num_tokens": self.most, "max_num_rows": self.most}
+    @property
+    def stored(self) -> PlanProfile:
+        """The profile as the manifest has it."""
+        return PlanProfile(name=self.name, max_num_tokens=self.most, max_num_rows=self.most)
 
 
 PROFILES = (Profile("decode", USUAL_DECODE, MAX_DECODE), Profile("prefill", USUAL_PREFILL, MAX_TOKENS))

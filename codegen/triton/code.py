@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from inferc.codegen.triton.aot.build import Cubin
 from inferc.codegen.triton.aot.builders import Builders, worth
@@ -17,6 +16,7 @@ from inferc.codegen.triton.aot.launch import PTX, RECORDS
 from inferc.codegen.triton.aot.occupancy import occupancy
 from inferc.codegen.triton.emit import CudaStep
 from inferc.manifest import json_bytes
+from inferc.manifest_types import KernelRow
 
 PTX_ARCH = "sm_80"  # the PTX that Triton makes for sm_90 and later runs on that one chip only
 FOLDER = "kernels"
@@ -30,7 +30,7 @@ def write_code(
     progress: Callable[[int, int], None],
     *,
     with_ptx: bool = True,
-) -> tuple[dict[str, str], list[dict[str, Any]]]:
+) -> tuple[dict[str, str], list[KernelRow]]:
     """Compile a step's kernels for each chip, and as PTX for chips to come; `add(name, bytes)` writes a file.
 
     Returns the folder of each chip (PTX counts as the chip "ptx"), and a row of the kernel table for each cubin.
@@ -74,15 +74,15 @@ def _modules(step: CudaStep) -> list[ModuleType]:
     return list(found.values())
 
 
-def _row(name: str, arch: str, cubin: Cubin) -> dict[str, Any]:
+def _row(name: str, arch: str, cubin: Cubin) -> KernelRow:
     record, library = cubin.record, cubin.record.library
-    return {
-        "name": name,
-        "target": f"cuda:{arch}",
-        "op": record.op,
+    return KernelRow(
+        name=name,
+        target=f"cuda:{arch}",
+        op=record.op,
         **record.resources,
-        "shared_bytes": record.shared_bytes,
-        "num_warps": record.num_warps,
-        "occupancy": round(occupancy(record), 3),
-        **({"library": f"{library.name} from {library.from_rows} rows on"} if library else {}),
-    }
+        shared_bytes=record.shared_bytes,
+        num_warps=record.num_warps,
+        occupancy=round(occupancy(record), 3),
+        library=f"{library.name} from {library.from_rows} rows on" if library else None,
+    )

@@ -11,11 +11,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
 
 import msgspec
 from torch import fx
 
+from inferc.arena import Place
 from inferc.codegen.kernel import Kernel
 from inferc.codegen.segments import Segment, row_kinds, segment_of, segments_of
 from inferc.codegen.select import chosen_kernel, needs_kernel
@@ -32,7 +32,18 @@ from inferc.codegen.triton.table import KERNELS
 from inferc.codegen.values import Operand, Values, observable, outputs
 from inferc.errors import UnsupportedError
 from inferc.ir.program import Program, ancestors, name_of
-from inferc.manifest_types import Choice, Launch, Launches, Observable, Place, Scratch, SharedPrefixes, Where, Written
+from inferc.manifest_types import (
+    Choice,
+    CubinPart,
+    KvLayout,
+    Launch,
+    Launches,
+    Observable,
+    Scratch,
+    SharedPrefixes,
+    Where,
+    Written,
+)
 
 DIGEST_LENGTH = 10
 KV_ORDER = "block, layer, kv head, k v, token, head_dim"
@@ -53,16 +64,15 @@ class CudaStep:
     sources: dict[str, Source]
 
     @property
-    def program_json_fields(self) -> dict[str, Any]:
+    def part(self) -> CubinPart:
         """The fields of program.json that the runner reads."""
-        fields = {
-            "launches": self.launches,
-            "scratch": self.scratch,
-            "observable": self.observable,
-            "shared_prefixes": self.shared_prefixes,
-            "kv_layout": {"order": KV_ORDER},
-        }
-        return cast("dict[str, Any]", msgspec.to_builtins(fields))
+        return CubinPart(
+            launches=self.launches,
+            scratch=self.scratch,
+            observable=self.observable,
+            shared_prefixes=self.shared_prefixes,
+            kv_layout=KvLayout(order=KV_ORDER),
+        )
 
     @property
     def for_many_rows(self) -> set[str]:

@@ -9,21 +9,22 @@ from typing import Any
 
 from inferc.errors import ConfigError
 from inferc.frontend.checkpoint.load import Checkpoint
+from inferc.manifest_types import Pooling, PoolingKind
 
 log = logging.getLogger(__name__)
 
 MODULES = "modules.json"
 # The flags of old pooling configs, and the modes of new ones, with the names that inferc uses.
-FLAGS = {
+FLAGS: dict[str, PoolingKind] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "first",
 }
-MODES = {"lasttoken": "last", "last": "last", "mean": "mean", "cls": "first"}
+MODES: dict[str, PoolingKind] = {"lasttoken": "last", "last": "last", "mean": "mean", "cls": "first"}
 
 
-def pooling(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return {"kind": "last" | "mean" | "first", "normalize": bool} as modules.json says, or None without the file.
+def pooling(checkpoint: Checkpoint) -> Pooling | None:
+    """Return the pooling as modules.json says, or None without the file.
 
     A model with another pooling, or with a dense layer after it, gives None and a warning. Raises ConfigError for
     damaged files.
@@ -54,7 +55,7 @@ def pooling(checkpoint: Checkpoint) -> dict[str, Any] | None:
             "%s: no vectors of texts: pooling %s is not supported", checkpoint.name, ", ".join(unknown) or "none"
         )
         return None
-    return {"kind": found[0], "normalize": "Normalize" in kinds}
+    return Pooling(found[0], "Normalize" in kinds)
 
 
 def _read(path: Path) -> Any:

@@ -14,19 +14,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, fx
 
-from inferc.arena import ENGINE_ALIGNMENT, POOLS, ROW_ALIGNMENT, Arena, MostRows, Pool
+from inferc.arena import ENGINE_ALIGNMENT, POOLS, ROW_ALIGNMENT, MemoryPlan, Place, Pool
 from inferc.codegen.segments import segment_of, stays_inside
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.ir.program import Program, ancestors
-from inferc.manifest_types import Place
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 VIEWS = (aten.view.default, aten.slice.Tensor)
@@ -57,40 +53,7 @@ class Value:
         return self.pool == other.pool and self.first <= other.last and other.first <= self.last
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """The places of all values of a step.
-
-    values: places by node name; a part of a tuple is listed under its getitem's name.
-    pools: bytes per row of each pool.
-    """
-
-    values: dict[str, Place]
-    pools: Mapping[Pool, int]
-
-    @property
-    def arena(self) -> Arena:
-        return Arena(self.pools)
-
-    @property
-    def formula(self) -> dict[str, int]:
-        """The terms of the arena's size in bytes, see `Arena.formula`."""
-        return self.arena.formula
-
-    def arena_bytes(self, num_tokens: int, num_rows: int, num_seqs: int) -> int:
-        """Return the arena's size in bytes for steps of at most so many tokens, logits rows and sequences."""
-        return self.arena.num_bytes(MostRows.of(num_tokens, num_rows, num_seqs))
-
-    def address(self, name: str, num_tokens: int, num_rows: int, num_seqs: int) -> int:
-        """Return the address of a value in the arena, in bytes."""
-        place = self.values[name]
-        return self.arena.address(place.pool, place.offset, MostRows.of(num_tokens, num_rows, num_seqs))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"values": msgspec.to_builtins(self.values), "pools": dict(self.pools), "formula": self.formula}
-
-
-NO_PLAN = MemoryPlan({}, dict.fromkeys(POOLS, 0))
+NO_PLAN = MemoryPlan.of({}, dict.fromkeys(POOLS, 0))
 """The plan of a program whose values are placed by whatever runs it."""
 
 
@@ -198,7 +161,7 @@ def place_values(values: list[Value]) -> MemoryPlan:
     }
     to = max((value.alignment for value in values), default=1)
     pools = {pool: -(-size // to) * to for pool, size in pools.items()}  # the next pool begins at an aligned offset
-    return MemoryPlan({value.name: by_name[value.name] for value in values}, pools)
+    return MemoryPlan.of({value.name: by_name[value.name] for value in values}, pools)
 
 
 def verify_plan(values: list[Value], plan: MemoryPlan) -> None:
@@ -211,7 +174,7 @@ def verify_plan(values: list[Value], plan: MemoryPlan) -> None:
             )
         if place.offset % value.alignment:
             raise VerifyError(f"memory plan: {value.name} at {place} is not aligned to {value.alignment}")
-        if place.offset < 0 or place.offset + place.row_bytes > plan.pools[place.pool]:
+        if place.offset < 0 or place.offset + place.row_bytes > plan.arena.pools[place.pool]:
             raise VerifyError(f"memory plan: {value.name} at {place} lies outside of its pool")
         for other in values[:at]:
             if value.live_with(other):

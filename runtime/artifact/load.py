@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from inferc.arena import MemoryFormula
 from inferc.codegen.triton.aot.launch import RECORDS
 from inferc.config import HUB_ID
 from inferc.cost.formulas import CostLog
@@ -32,8 +33,8 @@ from inferc.manifest_types import (
     KvGroup,
     LibraryProgram,
     Manifest,
-    MemoryFormula,
     Model,
+    PlainProgram,
     Program,
     ProgramEntry,
     Record,
@@ -284,7 +285,7 @@ def group_key(group: KvGroup) -> tuple[Any, ...]:
 
 def _read_program(folder: Path, entry: ProgramEntry, data: bytes, maps: Mapping[str, mmap.mmap]) -> Program:
     """Parse a program.json and check it against manifest_types.Program. Raises ArtifactError."""
-    kind = CubinProgram if entry.cubins else LibraryProgram if entry.libraries else Program
+    kind: type[Program] = CubinProgram if entry.cubins else LibraryProgram if entry.libraries else PlainProgram
     try:
         program: Program = read_typed(data, kind)
         fault = program_fault(program, entry, {name: len(data) for name, data in maps.items()})

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from inferc.manifest_types import KvGroup, MemoryFormula, Program, StoredWeight
+from inferc.arena import MemoryFormula
+from inferc.manifest_types import KvGroup, Program, StoredWeight
 from inferc.runtime.artifact.libraries import Library
 
 

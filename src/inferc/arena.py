@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
+
+from msgspec import Meta, Struct
 
 Pool: TypeAlias = Literal["T", "S", "B", "sample"]
 POOLS: tuple[Pool, ...] = get_args(Pool)
@@ -32,6 +34,32 @@ def round_up(count: int, to: int) -> int:
 def align_rows(count: int) -> int:
     """Round `count` up to a multiple of ROW_ALIGNMENT."""
     return round_up(count, ROW_ALIGNMENT)
+
+
+Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
+
+
+class MemoryFormula(Struct, frozen=True, forbid_unknown_fields=True):
+    """The size of a step's arena in bytes, as a linear function of the most that a step may hold."""
+
+    const: Bytes
+    per_token: Bytes
+    per_row: Bytes
+    per_seq: Bytes
+    per_thread: Bytes
+
+    def arena_bytes(self, num_tokens: int, num_rows: int, num_seqs: int, num_threads: int) -> int:
+        """Return the bytes for these maxima; all but the threads are rounded up to a multiple of 64."""
+        rows = (
+            self.per_token * align_rows(num_tokens)
+            + self.per_row * align_rows(num_rows)
+            + self.per_seq * align_rows(num_seqs)
+        )
+        return self.const + rows + self.per_thread * num_threads
+
+    def reserved_bytes(self, num_tokens: int, num_seqs: int, num_threads: int) -> int:
+        """Return the bytes that a runner reserves: scoring needs a row per token. Untouched pages take no memory."""
+        return self.arena_bytes(num_tokens, num_tokens, num_seqs, num_threads)
 
 
 @dataclass(frozen=True)
@@ -68,15 +96,60 @@ class Arena:
         return sum(self.pools[each] * most.of_pool(each) for each in before) + offset * most.of_pool(pool)
 
     @property
-    def formula(self) -> dict[str, int]:
-        """The coefficients of the arena's size in bytes.
+    def formula(self) -> MemoryFormula:
+        """The arena's size in bytes, without scratch."""
+        return MemoryFormula(
+            const=self.pools["sample"] * SAMPLE_ROWS,
+            per_token=self.pools["T"],
+            per_row=self.pools["S"],
+            per_seq=self.pools["B"],
+            per_thread=0,
+        )
 
-        The size is `const + per_token * T + per_row * S + per_seq * B + per_thread * threads`.
-        """
-        return {
-            "const": self.pools["sample"] * SAMPLE_ROWS,
-            "per_token": self.pools["T"],
-            "per_row": self.pools["S"],
-            "per_seq": self.pools["B"],
-            "per_thread": 0,
-        }
+
+class Place(Struct, frozen=True):
+    """The place of a value's rows in a pool, [offset, offset + row_bytes), counted in bytes per row.
+
+    row_bytes is the distance from one row to the next and includes the row's padding.
+    """
+
+    pool: Pool
+    row_bytes: Bytes
+    offset: Bytes
+
+
+class Pools(Struct, frozen=True):
+    T: Bytes
+    S: Bytes
+    B: Bytes
+    sample: Bytes
+
+
+class MemoryPlan(Struct, frozen=True):
+    """The places of all values of a step, and the bytes per row of each pool, as program.json has them.
+
+    values: places by the names of nodes; a part of a tuple is listed under its getitem's name.
+    """
+
+    values: dict[str, Place]
+    pools: Pools
+    formula: MemoryFormula
+
+    @staticmethod
+    def of(values: dict[str, Place], pools: Mapping[Pool, int]) -> MemoryPlan:
+        own = Pools(T=pools["T"], S=pools["S"], B=pools["B"], sample=pools["sample"])
+        return MemoryPlan(values, own, Arena(pools).formula)
+
+    @property
+    def arena(self) -> Arena:
+        pools = self.pools
+        return Arena({"T": pools.T, "S": pools.S, "B": pools.B, "sample": pools.sample})
+
+    def arena_bytes(self, num_tokens: int, num_rows: int, num_seqs: int) -> int:
+        """Return the arena's size in bytes for steps of at most so many tokens, logits rows and sequences."""
+        return self.arena.num_bytes(MostRows.of(num_tokens, num_rows, num_seqs))
+
+    def address(self, name: str, num_tokens: int, num_rows: int, num_seqs: int) -> int:
+        """Return the address of a value in the arena, in bytes."""
+        place = self.values[name]
+        return self.arena.address(place.pool, place.offset, MostRows.of(num_tokens, num_rows, num_seqs))

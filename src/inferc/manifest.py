@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import xxhash
 
 FORMAT_VERSION = 2
@@ -49,8 +50,18 @@ def align(size: int) -> int:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return `value` as the JSON text of an artifact: indented for people, and the same bytes for equal values."""
-    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    """Return `value` as the JSON text of an artifact: indented for people, and the same bytes for equal values.
+
+    A Struct is written in the order of its fields.
+    """
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False, default=_of_struct)
+    return (text + "\n").encode()
+
+
+def _of_struct(value: object) -> Any:
+    if not isinstance(value, msgspec.Struct):
+        raise TypeError(f"an artifact's JSON holds no {type(value).__name__}")
+    return msgspec.to_builtins(value)
 
 
 def seal_manifest(manifest: dict[str, Any]) -> bytes:

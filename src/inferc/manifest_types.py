@@ -1,4 +1,4 @@
-"""The types of engine.json, program.json and records.json, by which their reader checks them before use.
+"""The types of engine.json, program.json and records.json, which their writer fills and their reader checks.
 
 A digest that matches says that a file is as it was written, not that it was written well. So the files are checked
 against these types before anything is taken from them; a field that is missing or of another type is reported by its
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from inferc.arena import Arena, Pool, align_rows
+from inferc.arena import MemoryFormula, MemoryPlan, Pool
 from inferc.system.json_text import parse_json
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
@@ -24,6 +24,7 @@ Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Shape = Annotated[list[Count | str], Meta(min_length=1)]  # a size that depends on the step is a name
 RowKind: TypeAlias = Literal["tokens", "rows", "seqs"]  # what a kernel has a row for
+PoolingKind: TypeAlias = Literal["first", "last", "mean"]
 Type = TypeVar("Type")
 
 
@@ -40,7 +41,7 @@ class FileEntry(Struct, frozen=True, omit_defaults=True):
 
 
 class Pooling(Struct, frozen=True):
-    kind: Literal["first", "last", "mean"]
+    kind: PoolingKind
     normalize: bool
 
 
@@ -50,20 +51,25 @@ class Quantization(Struct, frozen=True):
     kept: dict[str, Count]
 
 
-class Model(Struct, frozen=True):
+class Model(Struct, frozen=True, omit_defaults=True, kw_only=True):
     model_type: str
     architecture: str
     vocab_size: Positive
     hidden_size: Positive
     num_attention_layers: Count
     max_position_embeddings: Count
-    num_parameters: Count
+    max_model_len: Any
     dtype: str
+    num_parameters: Count
+    tied_embeddings: Any
+    rope: Any
+    ignored_tensors: Any
+    quantization: Quantization | None = None
+    bos_token_id: Any
     eos_token_ids: list[int]
     generation: dict[str, Any]
-    hf_config: dict[str, Any]
     pooling: Pooling | None
-    quantization: Quantization | None = None
+    hf_config: dict[str, Any]
 
 
 class KvGroup(Struct, frozen=True):
@@ -76,35 +82,26 @@ class KvGroup(Struct, frozen=True):
     bytes_per_token: Positive
 
 
-class MemoryFormula(Struct, frozen=True, forbid_unknown_fields=True):
-    """The size of a step's arena in bytes, as a linear function of the most that a step may hold."""
-
-    const: Count
-    per_token: Count
-    per_row: Count
-    per_seq: Count
-    per_thread: Count
-
-    def arena_bytes(self, num_tokens: int, num_rows: int, num_seqs: int, num_threads: int) -> int:
-        """Return the bytes for these maxima; all but the threads are rounded up to a multiple of 64."""
-        rows = (
-            self.per_token * align_rows(num_tokens)
-            + self.per_row * align_rows(num_rows)
-            + self.per_seq * align_rows(num_seqs)
-        )
-        return self.const + rows + self.per_thread * num_threads
-
-    def reserved_bytes(self, num_tokens: int, num_seqs: int, num_threads: int) -> int:
-        """Return the bytes that a runner reserves: scoring needs a row per token. Untouched pages take no memory."""
-        return self.arena_bytes(num_tokens, num_tokens, num_seqs, num_threads)
-
-
 class Memory(Struct, frozen=True):
     arena: MemoryFormula
     kv_bytes_per_token: Count
 
 
-class KvLayout(Struct, frozen=True):
+class KvLayout(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """How a block of K and V lies in memory: in an order, and for the cpu target in units that its kernels read."""
+
+    block_size: Count | None = None
+    k: str | None = None
+    v: str | None = None
+    latent: str | None = None
+    order: str
+    units: list[Count] | None = None
+    scales: str | None = None
+
+
+class KvIdentity(KvLayout, frozen=True, omit_defaults=True, kw_only=True):
+    """A layout with the digest that programs share if they read each other's blocks."""
+
     hash: str
 
 
@@ -121,7 +118,7 @@ class ProgramEntry(Struct, frozen=True):
     libraries: dict[str, str]
     cubins: dict[str, str]
     memory: Memory
-    kv_layout: KvLayout
+    kv_layout: KvIdentity
 
 
 class Config(Struct, frozen=True):
@@ -131,10 +128,13 @@ class Config(Struct, frozen=True):
     kv_dtype: str
     max_model_len: Positive
     block_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    certify: str
+    allow_drift: bool
+    passes: list[str]
     tp: Positive
     pp: Positive
     ep: Positive
-    passes: list[str]
+    redundant_experts: Count
 
 
 class PassRow(Struct, frozen=True):
@@ -144,9 +144,21 @@ class PassRow(Struct, frozen=True):
     nodes_after: Count
 
 
-class KernelRow(Struct, frozen=True):
+class KernelRow(Struct, frozen=True, omit_defaults=True):
+    """A kernel of the table: one that `nodes` nodes use, or a cubin with its costs."""
+
     name: str
     target: str
+    op: str
+    nodes: Count | None = None
+    registers: Count | None = None  # of a thread, as the next two
+    stack_bytes: Count | None = None
+    static_shared_bytes: Count | None = None  # of a block
+    local_bytes: Count | None = None
+    shared_bytes: Count | None = None
+    num_warps: Count | None = None
+    occupancy: float | None = None
+    library: str | None = None
 
 
 class Determinism(Struct, frozen=True):
@@ -154,10 +166,11 @@ class Determinism(Struct, frozen=True):
     scope: str
 
 
-class PlanProfile(Struct, frozen=True):
+class PlanProfile(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    name: str
+    max_num_seqs: Positive | None = None
     max_num_tokens: Positive
     max_num_rows: Positive
-    max_num_seqs: Positive | None = None
 
 
 class PlanRow(Struct, frozen=True):
@@ -165,7 +178,7 @@ class PlanRow(Struct, frozen=True):
     calls: Count
 
 
-class Tensorrt(Struct, frozen=True):
+class Tensorrt(Struct, frozen=True, omit_defaults=True):
     package: str
     version: str
     arch: str
@@ -173,8 +186,12 @@ class Tensorrt(Struct, frozen=True):
     plans: list[PlanRow] | None = None
 
 
-class Manifest(Struct, frozen=True):
-    """The contents of engine.json."""
+class ManifestFacts(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The contents of engine.json without the list of files: what the runtime reads before any other file.
+
+    host: the kind of machine that the libraries run on ("linux-x86_64"), or None if there are none; programs: one for
+    each rank; tensorrt: what a TensorRT plan needs in order to run.
+    """
 
     format_version: int
     producer: str
@@ -186,9 +203,14 @@ class Manifest(Struct, frozen=True):
     passes: list[PassRow]
     kernels: list[KernelRow]
     determinism: Determinism
+    tensorrt: Tensorrt | None = None
+
+
+class Manifest(ManifestFacts, frozen=True, kw_only=True):
+    """The contents of engine.json."""
+
     files: dict[str, FileEntry]
     sha256: Sha256
-    tensorrt: Tensorrt | None = None
 
 
 # ------------------------------------------------------------------------------------------ program.json
@@ -230,36 +252,6 @@ class StoredWeight(Struct, frozen=True, forbid_unknown_fields=True):
     layout: str  # "" for row-major
 
 
-class Place(Struct, frozen=True):
-    """The place of a value's rows in a pool, [offset, offset + row_bytes), counted in bytes per row.
-
-    row_bytes is the distance from one row to the next and includes the row's padding.
-    """
-
-    pool: Pool
-    row_bytes: Count
-    offset: Count
-
-
-class Pools(Struct, frozen=True):
-    T: Count
-    S: Count
-    B: Count
-    sample: Count
-
-
-class MemoryPlan(Struct, frozen=True):
-    """The places of a step's values in the arena, by the names of their nodes."""
-
-    values: dict[str, Place]
-    pools: Pools
-
-    @property
-    def arena(self) -> Arena:
-        pools = self.pools
-        return Arena({"T": pools.T, "S": pools.S, "B": pools.B, "sample": pools.sample})
-
-
 class Observable(Struct, frozen=True):
     id: Small
     name: str
@@ -289,10 +281,11 @@ class Product(Struct, frozen=True):
     choices: dict[str, list[Tiling]]
 
 
-class Node(Struct, frozen=True):
+class Node(Struct, frozen=True, omit_defaults=True):
     """A node of the lowered graph.
 
-    val: its type, the types of several results, or a size.
+    val: its type, the types of several results, or a size. in_layer: its layer, None outside of layers, and not set
+    for a node that has no place in the model. place: for people, where its value lies.
     """
 
     op: Literal["placeholder", "get_attr", "call_function", "output"]
@@ -302,9 +295,14 @@ class Node(Struct, frozen=True):
     kwargs: dict[str, Any] | None = None
     val: TensorType | list[Any] | int | str | None = None
     name: str | None = None
-    layer: Small | None = None
+    in_layer: Small | None | UnsetType = field(default=UNSET, name="layer")
     segment: str | int | None = None
     kernel: str | None = None
+    place: str | None = None
+
+    @property
+    def layer(self) -> int | None:
+        return None if isinstance(self.in_layer, UnsetType) else self.in_layer
 
 
 class Graph(Struct, frozen=True):
@@ -431,35 +429,80 @@ class SharedPrefixes(Struct, frozen=True):
     keys: Positive
 
 
-class Program(Struct, frozen=True):
-    """The contents of program.json.
+NO_LAUNCHES = Launches([], [], [], [], [])
 
-    The last five fields are for targets whose steps are GPU launches or C++.
-    """
 
+class PlainPart(Struct, frozen=True, kw_only=True):
+    """The part of a program that its target adds, for a runtime of its own."""
+
+    kv_layout: KvLayout = KvLayout(order="canonical")
+
+
+class LibraryPart(Struct, frozen=True, kw_only=True):
+    """The part that the target adds for a C++ library; the weights follow when they are stored."""
+
+    abi: Count
+    arena: MemoryFormula
+    inputs: list[str]
+    weights: list[StoredWeight] = []
+    observable: list[Observable]
+    products: list[Product]
+    kv_layout: KvLayout
+    vocab_size: Count
+
+
+class CubinPart(Struct, frozen=True, kw_only=True):
+    """The part that the target adds for GPU launches."""
+
+    launches: Launches
+    scratch: dict[str, Scratch]
+    observable: list[Observable]
+    shared_prefixes: dict[str, SharedPrefixes]
+    kv_layout: KvLayout
+
+
+# The contents of program.json, by what runs it. Fields of the others have defaults, so that any reader finds them.
+
+
+class PlainProgram(PlainPart, frozen=True, omit_defaults=True, kw_only=True):
+    """The contents of program.json for a runtime of its own."""
+
+    kv_layout: KvLayout
     step: StepTypes
     weights: list[StoredWeight]
     memory_plan: MemoryPlan
     program: Graph
     observable: list[Observable] = []
     products: list[Product] = []
-    launches: Launches = Launches([], [], [], [], [])
+    launches: Launches = NO_LAUNCHES
     scratch: dict[str, Scratch] = {}
     shared_prefixes: dict[str, SharedPrefixes] = {}
 
 
-class LibraryProgram(Program, frozen=True, kw_only=True):
-    """A Program with a library, which must list what can be observed of its steps."""
+class LibraryProgram(LibraryPart, frozen=True, omit_defaults=True, kw_only=True):
+    """The contents of program.json with a library."""
 
-    observable: list[Observable]
+    weights: list[StoredWeight]
+    step: StepTypes
+    memory_plan: MemoryPlan
+    program: Graph
+    launches: Launches = NO_LAUNCHES
+    scratch: dict[str, Scratch] = {}
+    shared_prefixes: dict[str, SharedPrefixes] = {}
 
 
-class CubinProgram(LibraryProgram, frozen=True, kw_only=True):
-    """A Program with GPU kernels, none of whose fields for them may be left out."""
+class CubinProgram(CubinPart, frozen=True, omit_defaults=True, kw_only=True):
+    """The contents of program.json with GPU kernels, none of whose fields for them may be left out."""
 
-    launches: Launches
-    scratch: dict[str, Scratch]
-    shared_prefixes: dict[str, SharedPrefixes]
+    step: StepTypes
+    weights: list[StoredWeight]
+    memory_plan: MemoryPlan
+    program: Graph
+    products: list[Product] = []
+
+
+TargetPart: TypeAlias = PlainPart | LibraryPart | CubinPart
+Program: TypeAlias = PlainProgram | LibraryProgram | CubinProgram
 
 
 # ------------------------------------------------------------------------------------------ records.json

@@ -15,6 +15,7 @@ from inferc.frontend.checkpoint.safetensors import TensorDictReader
 from inferc.ir import weights as weight_lib
 from inferc.ir.weights import Weight, constant
 from inferc.manifest import ALIGNMENT, CHUNK_BYTES, ChunkDigests
+from inferc.runtime.artifact.load import load_artifact
 
 
 class NoReader:
@@ -135,12 +136,13 @@ def test_a_weight_that_overflows_is_refused(tmp_path: Path) -> None:
         ArtifactWriter(folder).add_weights(weights, NoReader(), lambda done, total: None)
 
 
-def test_a_manifest_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_manifest_that_cannot_be_written(tmp_path: Path, tiny_artifact: Path) -> None:
+    facts = load_artifact(tiny_artifact).manifest
     with OutputFolder(tmp_path / "out") as folder:
         folder.path.rmdir()
         folder.path.write_text("in the way")
         with pytest.raises(ConfigError, match="cannot write .*/out/engine.json: "):
-            ArtifactWriter(folder).write_manifest({})
+            ArtifactWriter(folder).write_manifest(facts)
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1])

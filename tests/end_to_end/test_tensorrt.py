@@ -79,7 +79,7 @@ def test_in_16_bits_the_numbers_are_close(model: str, dtype: str, tmp_path: Path
     with plans_are_kept() as known:
         config = replace(FLOAT32, dtype=dtype)  # type: ignore[arg-type]
         summary = compile(source, tmp_path / "out", config)
-    assert "tensorrt.dense_attention" in [row["name"] for row in summary.kernels]
+    assert "tensorrt.dense_attention" in [row.name for row in summary.kernels]
     compile(source, tmp_path / "cpu", replace(FLOAT32, target="cpu"))
     prompts = [[(7 + 13 * i * i) % 500 + 4 for i in range(length)] for length in (5, 70)]
     with on_fake_gpu(known):

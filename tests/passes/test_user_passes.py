@@ -114,7 +114,7 @@ def test_an_own_op_runs_with_its_own_kernel(tiny_llama_folder: Path, tiny_artifa
     """The op runs in the layers (by 1: the certificate agrees) and on the logits (by a half: tokens stay)."""
     in_layers = with_kernel(tmp_path, halve_mlp, name="in_layers", after="fuse_silu_mul")
     summary = compiled(tiny_llama_folder, tmp_path / "layers", in_layers, target="cpu", certify="full")
-    assert {row["name"]: row["nodes"] for row in summary.kernels}["user_tests.halve"] == 2
+    assert {row.name: row.nodes for row in summary.kernels}["user_tests.halve"] == 2
     assert summary.certificate is not None and summary.certificate["ok"]
     assert "in_layers" in [row["name"] for row in summary.certificate["rows"]]
 

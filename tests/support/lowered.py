@@ -14,16 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from inferc import manifest_types
-from inferc.arena import POOLS, Pool
-from inferc.codegen.artifact_writer import program_json
+from inferc.arena import POOLS, MemoryPlan, Place, Pool
+from inferc.codegen.artifact_writer import stored_program
 from inferc.codegen.cpp.build import build_program
 from inferc.codegen.cpp.emit import emit
 from inferc.codegen.cpp.table import KERNELS
 from inferc.codegen.select import needs_kernel, select
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import KVGroup, Program, argument, dtype_name, new_program
-from inferc.manifest_types import KvGroup, MemoryFormula, Place, StoredWeight
+from inferc.manifest_types import KvGroup, StoredWeight
 from inferc.passes.rewrite import infer_type
 from inferc.runtime.artifact.libraries import Library
 from inferc.runtime.step.plan import SampleRows, StepPlan
@@ -278,7 +277,7 @@ class Compiled:
             StoredWeight(name, "", 0, value.nbytes, str(value.dtype), value.shape, value.shape, "")
             for name, value in self.stored.items()
         ]
-        self.memory = MemoryFormula(**self.unit.arena)
+        self.memory = self.unit.arena
         self.kv_bytes_per_token = sum(group.bytes_per_token for group in self.lowered.kv_groups)
         groups = [
             {
@@ -295,12 +294,8 @@ class Compiled:
         self.kv_groups = msgspec.convert(groups, list[KvGroup])
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
         values, pools = places(self.lowered)
-        plan = {
-            "values": msgspec.to_builtins(values),
-            "pools": {**dict.fromkeys(POOLS, 0), **pools},
-        }
-        fields = {"observable": self.unit.program_json_fields["observable"]}
-        self.program = msgspec.convert(program_json(self.lowered, plan, fields, self.weights), manifest_types.Program)
+        plan = MemoryPlan.of(values, {**dict.fromkeys(POOLS, 0), **pools})
+        self.program = stored_program(self.lowered, plan, self.unit.part, self.weights)
 
     def store(self, name: str) -> NDArray[Any]:
         weight, value = self.lowered.weights[name], self.tensors[name]

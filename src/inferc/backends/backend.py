@@ -8,20 +8,21 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
+from inferc.arena import MemoryFormula, MemoryPlan
 from inferc.backends.lower import LowerConfig
 from inferc.backends.partition import RankProgram
 from inferc.codegen.artifact_writer import ArtifactWriter
 from inferc.codegen.kernel import Kernel
 from inferc.errors import ConfigError
 from inferc.ir.program import Program
-from inferc.passes.lower.plan_memory import NO_PLAN, MemoryPlan
+from inferc.manifest_types import KernelRow, PlainPart, TargetPart, Tensorrt
+from inferc.passes.lower.plan_memory import NO_PLAN
 from inferc.passes.pipeline import Pass
 from inferc.system.progress import Progress
 from inferc.targets import Target
 
-CANONICAL = {"kv_layout": {"order": "canonical"}}  # the fields of program.json if the runtime itself lays out K and V
 
 
 @dataclass
@@ -44,18 +45,18 @@ class Output:
 class Written:
     """The result of a backend's `write` for one rank, as the manifest and program.json record it.
 
-    plan: where values lie in the arena; arena: its size as a formula; fields: those added to program.json; libraries,
-    cubins: files by instruction set and by chip; kernels: rows of the kernel table besides those of the graph; facts:
-    what the manifest says of TensorRT engines.
+    plan: where values lie in the arena; arena: its size as a formula; part: what is added to program.json; libraries,
+    cubins: files by instruction set and by chip; kernels: rows of the kernel table besides those of the graph;
+    tensorrt: what the manifest says of TensorRT engines.
     """
 
     plan: MemoryPlan = NO_PLAN
-    arena: dict[str, int] = field(default_factory=lambda: dict(NO_PLAN.formula))
-    fields: dict[str, Any] = field(default_factory=lambda: dict(CANONICAL))
+    arena: MemoryFormula = NO_PLAN.formula
+    part: TargetPart = PlainPart()  # noqa: RUF009 (frozen)
     libraries: dict[str, str] = field(default_factory=dict)
     cubins: dict[str, str] = field(default_factory=dict)
-    kernels: list[dict[str, Any]] = field(default_factory=list)
-    facts: dict[str, Any] | None = None
+    kernels: list[KernelRow] = field(default_factory=list)
+    tensorrt: Tensorrt | None = None
 
 
 class Backend(Protocol):

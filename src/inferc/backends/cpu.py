@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inferc.arena import MemoryPlan
 from inferc.backends.backend import Output, Written
 from inferc.backends.lower import LowerConfig
 from inferc.backends.partition import RankProgram
@@ -11,7 +12,7 @@ from inferc.codegen.cpp.emit import CppUnit, emit
 from inferc.codegen.cpp.table import KERNELS
 from inferc.ir.program import Program
 from inferc.passes.fuse.linear_silu_mul import fuse_linear_silu_mul
-from inferc.passes.lower.plan_memory import MemoryPlan, memory_plan
+from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.pipeline import Pass
 from inferc.runtime.runners.cpu.abi import detect_isa
 from inferc.targets import Target
@@ -40,7 +41,7 @@ class CpuBackend:
         plan = memory_plan(rank.program)
         unit = _emit(rank.program, plan, output.config)
         libraries = self._write_libraries(unit, rank.label, output)
-        return Written(plan, unit.arena, unit.program_json_fields, libraries)
+        return Written(plan, unit.arena, unit.part, libraries)
 
     def _write_libraries(self, unit: CppUnit, label: str, output: Output) -> dict[str, str]:
         """Compile the step for each instruction set; return the library files by ISA, best first."""
@@ -64,4 +65,4 @@ class CpuBackend:
 
 
 def _emit(program: Program, plan: MemoryPlan, config: LowerConfig) -> CppUnit:
-    return emit(program, plan.values, plan.pools, config.kernels, config.own_headers)
+    return emit(program, plan.values, plan.arena.pools, config.kernels, config.own_headers)

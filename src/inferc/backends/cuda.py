@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from inferc.arena import SAMPLE_ROWS
+import msgspec
+
+from inferc.arena import SAMPLE_ROWS, MemoryPlan
 from inferc.backends.backend import Output, Written
 from inferc.backends.lower import LowerConfig
 from inferc.backends.partition import RankProgram
@@ -13,7 +15,7 @@ from inferc.backends.pipelines import paged_pipeline
 from inferc.codegen.triton.table import KERNELS
 from inferc.ir.program import Program
 from inferc.passes.fuse.linear_silu_mul import fuse_linear_silu_mul, fuse_linear_silu_mul_int8
-from inferc.passes.lower.plan_memory import MemoryPlan, memory_plan
+from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.pipeline import Pass
 from inferc.targets import Target
 
@@ -64,11 +66,11 @@ def write_step(program: Program, target: Target, output: Output, *, with_ptx: bo
     plan = memory_plan(program)
     step = emit_step(program, plan, output.config)
     of_row = sum(each.per_row for each in step.scratch.values())
-    arena = {**plan.formula, "const": plan.formula["const"] + SAMPLE_ROWS * of_row}
+    arena = msgspec.structs.replace(plan.formula, const=plan.formula.const + SAMPLE_ROWS * of_row)
 
     def report(done: int, total: int) -> None:
         output.report("compile kernels", done, total)
 
     cubins, rows = write_code(step, target.archs, output.writer.add, report, with_ptx=with_ptx)
     write_sources(step, output.writer.add)
-    return Written(plan, arena, step.program_json_fields, cubins=cubins, kernels=rows)
+    return Written(plan, arena, step.part, cubins=cubins, kernels=rows)

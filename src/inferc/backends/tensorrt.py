@@ -57,7 +57,7 @@ class TensorRTBackend:
         output.writer.drop_weights()
         output.writer.add_mapped(TENSORRT_PLAN, data)
         output.writer.add(TENSORRT_LAYERS, json_bytes(plan.layers))
-        return Written(facts=plan.facts)
+        return Written(tensorrt=plan.facts)
 
 
 def library_for(target: Target) -> Library:

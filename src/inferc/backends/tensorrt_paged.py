@@ -5,9 +5,9 @@ Our kernels keep the KV cache in blocks.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
-from typing import Any
 
 from inferc.backends.backend import Output, Written
 from inferc.backends.cuda import try_step, write_step
@@ -20,6 +20,7 @@ from inferc.codegen.tensorrt import table as tensorrt
 from inferc.codegen.triton import table as triton
 from inferc.ir.program import Program
 from inferc.manifest import TENSORRT_LAYERS, json_bytes, segment_plan
+from inferc.manifest_types import PlanRow, Tensorrt
 from inferc.passes.attention.pad_heads import PadHeads
 from inferc.passes.attention.page_kv_cache import PageKVCache
 from inferc.passes.fuse.pointwise import FusePointwise
@@ -81,10 +82,9 @@ class PagedTensorRTBackend:
         files.
         """
         step = write_step(rank.program, self._target, output, with_ptx=False)
-        facts = self._write_plans(rank.program, output)
-        return Written(step.plan, step.arena, step.fields, cubins=step.cubins, kernels=step.kernels, facts=facts)
+        return dataclasses.replace(step, tensorrt=self._write_plans(rank.program, output))
 
-    def _write_plans(self, program: Program, output: Output) -> dict[str, Any]:
+    def _write_plans(self, program: Program, output: Output) -> Tensorrt:
         from inferc.codegen.tensorrt.segments import PROFILES, first_of_each, plans
 
         (arch,) = self._target.archs
@@ -97,9 +97,8 @@ class PagedTensorRTBackend:
             log.info("plan %s was built in %.1f s, %d bytes", each.name, time.perf_counter() - start, len(data))
             output.writer.add_mapped(segment_plan(each.name), data)
             layers[each.name] = each.layers
-            rows.append({"name": each.name, "calls": each.calls})
+            rows.append(PlanRow(each.name, each.calls))
             output.report("build plans", len(rows), total)
             start = time.perf_counter()
         output.writer.add(TENSORRT_LAYERS, json_bytes(layers))
-        facts = {"package": library.package, "version": library.version, "arch": arch}
-        return {**facts, "profiles": [each.to_json() for each in PROFILES], "plans": rows}
+        return Tensorrt(library.package, library.version, arch, [each.stored for each in PROFILES], rows)

@@ -6,12 +6,12 @@ check that it is the same one.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from inferc.codegen.artifact_writer import ArtifactWriter
 from inferc.codegen.folder import OutputFolder
@@ -20,7 +20,8 @@ from inferc.compiler.build import CompileSummary, hf_facts
 from inferc.config import CompileConfig, ResolvedCompileConfig, from_dict
 from inferc.errors import ArtifactError, ConfigError
 from inferc.frontend.checkpoint.load import load
-from inferc.manifest import SIGNATURE, json_bytes
+from inferc.manifest import SIGNATURE
+from inferc.manifest_types import Config, KernelRow, ManifestFacts
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.system.progress import Progress, silent
@@ -48,16 +49,16 @@ def add_target(
             if name not in writer.files:
                 _link(artifact.path / name, folder.path / name)
                 writer.files[name] = entry
-        before = artifact.manifest_json()
-        manifest = {key: value for key, value in before.items() if key not in ("files", "sha256")}
-        manifest["targets"] = [*manifest["targets"], *added.each]
+        before = artifact.manifest
         cubins = {**artifact.entry.cubins, **{arch: f"kernels/{arch}" for arch in added.archs}}
-        manifest["programs"] = [{**before["programs"][0], "cubins": cubins}]
-        manifest["kernels"] = [*manifest["kernels"], *rows]
-        manifest["config"] = {
-            **manifest["config"],
-            "target": str(Target(added.spec, tuple(arch for arch in cubins if arch != PTX))),
-        }
+        target = Target(added.spec, tuple(arch for arch in cubins if arch != PTX))
+        manifest = msgspec.structs.replace(
+            msgspec.convert(before, ManifestFacts, from_attributes=True),
+            targets=[*before.targets, *added.each],
+            programs=[msgspec.structs.replace(artifact.entry, cubins=cubins)],
+            kernels=[*before.kernels, *rows],
+            config=msgspec.structs.replace(before.config, target=str(target)),
+        )
         writer.write_manifest(manifest)
         was_signed = (artifact.path / SIGNATURE).exists()
         folder.commit()
@@ -72,9 +73,9 @@ def add_target(
         seconds=round(time.perf_counter() - start, 3),
         weights_bytes=sum(entry.bytes for name, entry in writer.files.items() if entry.holds_weights(name)),
         artifact_bytes=sum(entry.bytes for entry in writer.files.values()),
-        config=_resolved(manifest["config"]),
+        config=_resolved(manifest.config),
         passes=[],
-        kernels=manifest["kernels"],
+        kernels=manifest.kernels,
         certificate=None,
     )
 
@@ -98,7 +99,7 @@ def _added(artifact: Artifact, wanted: Target) -> Target:
 
 def _check_same(artifact: Artifact, model: str | Path, config: CompileConfig) -> None:
     """Raise ConfigError unless the model and the settings are those that the artifact was compiled with."""
-    facts, kept = json.loads(json_bytes(hf_facts(load(model)))), artifact.model.hf_config
+    facts, kept = hf_facts(load(model)), artifact.model.hf_config
     if differ := sorted(name for name in {*facts, *kept} if facts.get(name) != kept.get(name)):
         raise ConfigError(
             f"{model} is not the model of {artifact.path}: their configs differ in {', '.join(differ[:3])};"
@@ -114,7 +115,7 @@ def _check_same(artifact: Artifact, model: str | Path, config: CompileConfig) ->
             )
 
 
-def _write(artifact: Artifact, added: Target, writer: ArtifactWriter, report: Progress) -> list[dict[str, Any]]:
+def _write(artifact: Artifact, added: Target, writer: ArtifactWriter, report: Progress) -> list[KernelRow]:
     """Compile the artifact's program for the new chips; return their rows of the kernel table."""
     from inferc.codegen.triton.code import write_code
     from inferc.codegen.triton.emit import emit
@@ -122,7 +123,7 @@ def _write(artifact: Artifact, added: Target, writer: ArtifactWriter, report: Pr
 
     program = graph_of(artifact)
     step = emit(program, memory_plan(program).values)
-    made, compiled = json.loads(json_bytes(step.program_json_fields)), artifact.program_json()
+    made, compiled = msgspec.to_builtins(step.part), msgspec.to_builtins(artifact.program)
     if any(compiled[name] != value for name, value in made.items()):
         raise ArtifactError(
             f"{artifact.path} is by {artifact.manifest.producer}, whose kernels are not this inferc's; compile it again"
@@ -147,5 +148,5 @@ def _link(source: Path, target: Path) -> None:
             raise ConfigError(f"cannot write {target.name}: {error.strerror}") from None
 
 
-def _resolved(config: dict[str, Any]) -> ResolvedCompileConfig:
-    return from_dict(ResolvedCompileConfig, {**config, "passes": tuple(config["passes"])})
+def _resolved(config: Config) -> ResolvedCompileConfig:
+    return from_dict(ResolvedCompileConfig, {**msgspec.structs.asdict(config), "passes": tuple(config.passes)})

@@ -6,6 +6,7 @@ The stages are frontend (capture) → passes (lower) → codegen (kernels, weigh
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import platform
 import tempfile
@@ -17,12 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from inferc.backends.backend import Backend, Output, Written, open_backend
 from inferc.backends.lower import LowerConfig, build_pipeline, lower
 from inferc.backends.partition import RankProgram, Ranks, lower_ranks, partition, prepare
-from inferc.codegen.artifact_writer import ArtifactWriter, make_manifest, program_entry
+from inferc.codegen.artifact_writer import ArtifactWriter, program_entry
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.select import kernel_named
 from inferc.compiler.certify import Certifier, encoder, make_prompts, run_kernels
@@ -42,9 +44,11 @@ from inferc.ir.program import Program
 from inferc.manifest import (
     CERTIFICATE,
     COSTS,
+    FORMAT_VERSION,
     PROGRAM,
     json_bytes,
 )
+from inferc.manifest_types import Config, KernelRow, ManifestFacts, Model, PassRow, ProgramEntry, Quantization
 from inferc.passes.parallel.expert_placement import Placement, placements
 from inferc.passes.pipeline import Observe, PassRecord
 from inferc.passes.user_passes import UserPass, load_passes
@@ -68,11 +72,11 @@ class CompileSummary:
     artifact_bytes: int
     config: ResolvedCompileConfig
     passes: list[PassRecord]
-    kernels: list[dict[str, Any]]
+    kernels: list[KernelRow]
     certificate: dict[str, Any] | None
 
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "path": str(self.path)}
+        return {**dataclasses.asdict(self), "path": str(self.path), "kernels": msgspec.to_builtins(self.kernels)}
 
 
 def compile(
@@ -152,7 +156,7 @@ class _Build:
         self.backend = backend
         self.output = Output(self.writer, folder.path, self.lower_config, report, ranks.count, for_here)
         self.records: list[PassRecord] = []
-        self.kernels: list[dict[str, Any]] = []
+        self.kernels: list[KernelRow] = []
 
     def _check_chat(self) -> None:
         """Check that the runtime renders conversations as transformers does, and warn where it does not.
@@ -209,7 +213,7 @@ class _Build:
         for own in lowered:
             self.backend.try_write(own, self.lower_config)
 
-    def lower_and_write(self, program: Program, certifier: Certifier | None) -> dict[str, Any]:
+    def lower_and_write(self, program: Program, certifier: Certifier | None) -> ManifestFacts:
         """Lower `program` and write its artifact without a certificate; return the manifest without the files."""
         costs = CostRecorder()
         ranks = self._lower(program, certifier, costs)
@@ -224,16 +228,18 @@ class _Build:
         written = [self.backend.write(each, self.output) for each in ranks]
         programs = [self._add_program(rank, each) for rank, each in zip(ranks, written, strict=True)]
         self.kernels += [row for each in written for row in each.kernels]
-        manifest = make_manifest(
-            self.config,
-            targets=self.target.each,
+        manifest = ManifestFacts(
+            format_version=FORMAT_VERSION,
             producer=f"inferc {__version__}",
+            targets=list(self.target.each),
             host=f"{platform.system()}-{platform.machine()}".lower() if written[0].libraries else None,
-            model={**self._model_facts(program), **_quantization(stages)},
+            model=self._model(program, _quantization(stages)),
             programs=programs,
+            config=Config(**{**dataclasses.asdict(self.config), "passes": list(self.config.passes)}),
             passes=[_pass_row(record) for record in self.records],
             kernels=self.kernels,
-            plan=written[0].facts,
+            determinism=self.target.spec.determinism,
+            tensorrt=written[0].tensorrt,
         )
         self.writer.write_manifest(manifest)
         return manifest
@@ -266,10 +272,10 @@ class _Build:
             certifier.observe_ranks(ranks)
         return ranks
 
-    def _add_program(self, rank: RankProgram, written: Written) -> dict[str, Any]:
+    def _add_program(self, rank: RankProgram, written: Written) -> ProgramEntry:
         """Write the program of one rank, whose code is already written; return its entry in the manifest."""
         file = f"program-{rank.label}.json" if rank.label else PROGRAM
-        self.writer.add_program(rank.program, written.plan.to_json(), written.fields, file, rank.prefix)
+        self.writer.add_program(rank.program, written.plan, written.part, file, rank.prefix)
         return program_entry(
             rank.program,
             file=file,
@@ -277,7 +283,7 @@ class _Build:
             libraries=written.libraries,
             cubins=written.cubins,
             arena=written.arena,
-            kv_layout=written.fields["kv_layout"],
+            kv_layout=written.part.kv_layout,
         )
 
     def _observer(self, certifier: Certifier | None, costs: CostRecorder | None, label: str = "") -> Observe:
@@ -344,17 +350,17 @@ class _Build:
             ran_by, logits, greedy = run_kernels(artifact, certifier.certificate.prompts, certifier.greedy_tokens)
             certifier.add_kernels(ran_by, logits, greedy)
 
-    def _model_facts(self, program: Program) -> dict[str, Any]:
+    def _model(self, program: Program, quantization: Quantization | None) -> Model:
         """Return the facts that the runtime needs of the model."""
         defaults = self.generation
-        return {
-            **program.info,
-            "bos_token_id": defaults.get("bos_token_id"),
-            "eos_token_ids": eos_token_ids(defaults),
-            "generation": defaults,
-            "pooling": pooling(self.checkpoint),
-            "hf_config": hf_facts(self.checkpoint),
-        }
+        return Model(
+            **{**program.info, "quantization": quantization},
+            bos_token_id=defaults.get("bos_token_id"),
+            eos_token_ids=eos_token_ids(defaults),
+            generation=defaults,
+            pooling=pooling(self.checkpoint),
+            hf_config=hf_facts(self.checkpoint),
+        )
 
 
 SMALL_MODEL = 50_000_000  # the number of parameters below which a model is small
@@ -363,9 +369,10 @@ VOLATILE_FACTS = ("_name_or_path", "transformers_version")
 
 
 def hf_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the entries of the Hugging Face config that describe the model."""
+    """Return the entries of the Hugging Face config that describe the model, as JSON reads them back."""
     config = checkpoint.config.to_dict()
-    return {key: value for key, value in sorted(config.items()) if key not in VOLATILE_FACTS}
+    facts = {key: value for key, value in sorted(config.items()) if key not in VOLATILE_FACTS}
+    return dict(json.loads(json_bytes(facts)))
 
 
 def _ranks(config: CompileConfig) -> Ranks:
@@ -379,31 +386,31 @@ def _ranks(config: CompileConfig) -> Ranks:
     return Ranks(config.tp, config.pp, config.ep, placed)
 
 
-def _quantization(stages: Sequence[Program]) -> dict[str, Any]:
+def _quantization(stages: Sequence[Program]) -> Quantization | None:
     """Return what the pass `quantize` reports, summed over all pipeline stages."""
     done = [program.info["quantization"] for program in stages if "quantization" in program.info]
     if not done:
-        return {}
+        return None
     kept: Counter[str] = Counter()
     for each in done:
         kept.update(each["kept"])
     products = sum(each["products"] for each in done)
-    return {"quantization": {"scheme": done[0]["scheme"], "products": products, "kept": dict(kept)}}
+    return Quantization(done[0]["scheme"], products, dict(kept))
 
 
-def _kernel_rows(programs: Sequence[Program], config: LowerConfig) -> list[dict[str, Any]]:
+def _kernel_rows(programs: Sequence[Program], config: LowerConfig) -> list[KernelRow]:
     """Return the kernel table: each kernel that a node uses, and by how many nodes it is used."""
     nodes = [node for program in programs for node in program.graph.nodes]
     counts = Counter(str(node.meta["kernel"]) for node in nodes if "kernel" in node.meta)
     return [
-        {"name": kernel.name, "target": str(config.target), "op": kernel.op, "nodes": count}
+        KernelRow(kernel.name, str(config.target), kernel.op, nodes=count)
         for kernel, count in ((kernel_named(name, config.kernels), count) for name, count in counts.items())
     ]
 
 
-def _pass_row(record: PassRecord) -> dict[str, Any]:
+def _pass_row(record: PassRecord) -> PassRow:
     """Return a line of the manifest's pass log, without the time it took, so that equal input gives equal bytes."""
-    return {name: value for name, value in dataclasses.asdict(record).items() if name != "seconds"}
+    return PassRow(record.name, record.rewrites, record.nodes_before, record.nodes_after)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class CompiledRank(Compiled):
     def __init__(self, program: Program, reader: weight_lib.TensorReader) -> None:
         plan = memory_plan(program)
         self.lowered, self.isas = program, abi.detect_isa()[:1]
-        self.unit = emit(program, plan.values, plan.pools)
+        self.unit = emit(program, plan.values, plan.arena.pools)
         self.libraries = build_program(self.unit, self.isas)
         self.tensors = {name: weight_lib.read_whole(weight, reader) for name, weight in program.weights.items()}
         self.finish(program.block_size, int(program.info["max_model_len"]), int(program.info["vocab_size"]))
@@ -117,11 +117,11 @@ def test_exchanged_rows_with_gaps_are_refused(monkeypatch: pytest.MonkeyPatch) -
     """A plan that pads rows of a multiple of 512 bytes would leave such gaps."""
     model = Model(random_module("llama", hidden_size=128))
     program = partition(model.prepared, CPU, Ranks(tp=2))[1].program
-    emit(program, memory_plan(program).values, memory_plan(program).pools)
+    emit(program, memory_plan(program).values, memory_plan(program).arena.pools)
     monkeypatch.setattr(plan_memory, "EXCHANGED", ())
     padded = memory_plan(program)
     with pytest.raises(VerifyError, match="rows of 128 elements, 144 apart; expected no gaps"):
-        emit(program, padded.values, padded.pools)
+        emit(program, padded.values, padded.arena.pools)
 
 
 def test_sums_of_bfloat16_are_rounded_once() -> None:

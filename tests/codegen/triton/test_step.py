@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from graphs import example, random, rows
@@ -26,7 +27,8 @@ from inferc.codegen.triton.table import KERNELS
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import from_config, load
-from inferc.manifest_types import Where
+from inferc.manifest import json_bytes
+from inferc.manifest_types import CubinPart, Where
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.targets import ARCHS, Target
 
@@ -81,7 +83,7 @@ def test_weights_in_int8_go_through_the_same_kernels(tiny_llama: CudaStep) -> No
 
 def test_a_step_is_data(tiny_llama: CudaStep) -> None:
     step = tiny_llama
-    assert json.loads(json.dumps(step.program_json_fields)) == step.program_json_fields
+    assert msgspec.convert(json.loads(json_bytes(step.part)), CubinPart) == step.part
     written = [
         launch.arguments["cache_ptr"]
         for launch in step.launches.step

@@ -199,4 +199,4 @@ def test_values_of_segments_have_places_that_engines_can_read() -> None:
             if node.op == "call_function":
                 width = torch.Size([int(size) for size in node.meta["val"].shape[1:]]).numel()
                 assert plan.values[node.name].row_bytes == width * node.meta["val"].dtype.itemsize
-    assert all(size % 4 == 0 for size in plan.pools.values()) and set(plan.pools) == set(POOLS)
+    assert all(size % 4 == 0 for size in plan.arena.pools.values()) and set(plan.arena.pools) == set(POOLS)

@@ -4,6 +4,7 @@ import math
 import operator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from graphs import Tensors, random
@@ -11,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from inferc.arena import POOLS
+from inferc.arena import POOLS, MemoryPlan, Place
 from inferc.errors import VerifyError
 from inferc.ir.program import Program, new_program
-from inferc.manifest_types import Place
 from inferc.passes.lower.plan_memory import (
-    MemoryPlan,
     PlanMemory,
     Value,
     live_values,
@@ -42,7 +41,7 @@ def test_live_values_never_overlap_and_pools_are_no_larger_than_without_reuse(ma
     verify_plan(made, plan)
     for pool in POOLS:
         at_once = [sum(v.row_bytes for v in made if v.pool == pool and v.first <= t <= v.last) for t in range(30)]
-        assert max(at_once) <= plan.pools[pool] <= sum(v.row_bytes for v in made if v.pool == pool)
+        assert max(at_once) <= plan.arena.pools[pool] <= sum(v.row_bytes for v in made if v.pool == pool)
 
 
 @given(values, st.integers(1, 300), st.integers(1, 90), st.integers(1, 90))
@@ -50,8 +49,8 @@ def test_live_values_never_overlap_and_pools_are_no_larger_than_without_reuse(ma
 def test_addresses_are_aligned_and_inside_of_the_formula(made: list[Value], tokens: int, rows: int, seqs: int) -> None:
     plan = place_values(made)
     size = plan.arena_bytes(tokens, rows, seqs)
-    by_formula = plan.formula["const"] + sum(
-        plan.formula[key] * (-(-n // 64) * 64)
+    by_formula = plan.formula.const + sum(
+        getattr(plan.formula, key) * (-(-n // 64) * 64)
         for key, n in (("per_token", tokens), ("per_row", rows), ("per_seq", seqs))
     )
     assert size == by_formula
@@ -80,7 +79,7 @@ def test_addresses_are_aligned_and_inside_of_the_formula(made: list[Value], toke
 def test_verify_plan_finds_faults(places: dict[str, Place], message: str) -> None:
     made = [Value("a", "T", 8, 0, 2), Value("b", "T", 8, 2, 3)]
     with pytest.raises(VerifyError, match=message):
-        verify_plan(made, MemoryPlan(places, dict.fromkeys(POOLS, 16)))
+        verify_plan(made, MemoryPlan.of(places, dict.fromkeys(POOLS, 16)))
 
 
 # ------------------------------------------------------------------------------------- whole programs
@@ -226,4 +225,4 @@ def test_the_plan_is_printed_and_views_have_no_place() -> None:
     """
     text = program.to_text()
     assert text.split() == golden.split(), f"the program is now\n{text}"
-    assert set(memory_plan(program).to_json()) == {"values", "pools", "formula"}
+    assert set(msgspec.to_builtins(memory_plan(program))) == {"values", "pools", "formula"}

@@ -16,10 +16,10 @@ from manifests import read_manifest, rewrite_manifest
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
+from inferc.arena import MemoryFormula
 from inferc.codegen.cpp.build import ISAS
 from inferc.errors import ArtifactError
 from inferc.manifest import FORMAT_VERSION
-from inferc.manifest_types import MemoryFormula
 from inferc.runtime.artifact.inspect import inspect_artifact
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.runners.cpu.abi import detect_isa

@@ -178,14 +178,14 @@ def test_an_artifact_for_a_gpu_has_the_same_bytes_again(portable: Path, tmp_path
 
 def given_code(folder: Path) -> Callable[..., Any]:
     """`write_code` that gives each chip the kernels which the artifact in `folder` has for sm_90."""
-    rows = [row for row in read_manifest(folder)["kernels"] if "registers" in row]
+    rows = [row for row in load_artifact(folder, to_run=False).manifest.kernels if row.registers is not None]
 
     def write(_: Any, archs: Iterable[str], add: Callable[[str, bytes], None], *_others: Any, with_ptx: bool) -> Any:
         assert not with_ptx, "the PTX that is there is for every chip"
         for arch in archs:
             for path in (folder / "kernels" / "sm_90").iterdir():
                 add(f"kernels/{arch}/{path.name}", path.read_bytes())
-        return {}, [{**row, "target": f"cuda:{arch}"} for arch in archs for row in rows]
+        return {}, [msgspec.structs.replace(row, target=f"cuda:{arch}") for arch in archs for row in rows]
 
     return write
 
@@ -207,10 +207,8 @@ def test_another_chip_leaves_the_weights_alone(
     loaded = load_artifact(out)
     assert loaded.manifest.targets == ["cuda:sm_90", "cuda:sm_80"]
     assert loaded.entry.cubins == {"sm_90": "kernels/sm_90", "sm_80": "kernels/sm_80"}
-    cubins = [row for row in summary.kernels if "registers" in row]
-    of_chips = {
-        target: [row["name"] for row in cubins if row["target"] == target] for target in loaded.manifest.targets
-    }
+    cubins = [row for row in summary.kernels if row.registers is not None]
+    of_chips = {target: [row.name for row in cubins if row.target == target] for target in loaded.manifest.targets}
     assert of_chips["cuda:sm_80"] == of_chips["cuda:sm_90"] != []
 
 
