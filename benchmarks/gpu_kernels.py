@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from inferc.codegen.triton.aot.build import build
+from inferc.codegen.triton.aot.launch import grid_for
 from inferc.codegen.triton.aot.occupancy import PROGRAMS
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.kernels.attention_decode import decode_attention, partial_bytes
@@ -290,7 +291,7 @@ def measure(driver: Driver, bench: Bench) -> dict[str, Any]:
         cubin = build(each.source, each.kernel, "", driver.arch)
         kernel = driver.load(cubin.data, cubin.record)
         bound = kernel.bind({name: placed.address(tensor) for name, tensor in held[-1].items()})
-        grid = cubin.record.grid_for(**each.counts)
+        grid = grid_for(cubin.record, **each.counts)
         bound.launch(stream, grid)
     times = []
     for _ in range(REPEATS):

@@ -29,7 +29,8 @@ from inferc.frontend.checkpoint.load import from_config
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import Program, dtype_name
 from inferc.kv_groups import cache_groups
-from inferc.manifest_types import KvGroup, StoredWeight
+from inferc.manifest import RECORDS
+from inferc.manifest_types import KvGroup, LaunchRecord, StoredWeight, read_typed
 from inferc.manifest_types import Program as StoredProgram
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.runtime.engine.engine import Engine, ModelLimits
@@ -82,6 +83,7 @@ class RandomModel:
     path: Path
     program: StoredProgram
     cubins: dict[str, str]
+    records: dict[str, list[LaunchRecord]]
     contents: dict[str, bytes]
     weights: Sequence[StoredWeight]
     vocab_size: int
@@ -212,6 +214,9 @@ def random_model(
         path=Path("random"),
         program=stored_program,
         cubins=folders,
+        records={
+            arch: read_typed(contents[f"{folder}/{RECORDS}"], list[LaunchRecord]) for arch, folder in folders.items()
+        },
         contents=contents,
         weights=weights,
         vocab_size=config.vocab_size,

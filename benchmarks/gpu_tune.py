@@ -30,10 +30,12 @@ from gpu_timing import elapsed_ms
 
 from inferc.codegen.triton.aot.build import Cubin
 from inferc.codegen.triton.aot.builders import Builders, Job
-from inferc.codegen.triton.aot.launch import CUBLASLT, LibraryChoice
+from inferc.codegen.triton.aot.launch import grid_for
 from inferc.codegen.triton.aot.source import COUNTS, Source
 from inferc.codegen.triton.aot.tuning import FOLDER, TILES, shape_of
 from inferc.errors import InfercError, UnsupportedError
+from inferc.manifest import CUBLASLT
+from inferc.manifest_types import RecordLibrary
 from inferc.runtime.runners.cuda import cublaslt
 from inferc.runtime.runners.cuda.capacity import MAX_SAMPLE_ROWS
 from inferc.runtime.runners.cuda.cublaslt import CublasLt
@@ -110,7 +112,7 @@ class Bed:
         self.driver.copy_in(self.counts, self.counts_here.ctypes.data, 16, self.stream)
         kernel = self.driver.load(cubin.data, cubin.record)
         bound = kernel.bind({**values, "counts_ptr": self.counts})
-        grid = cubin.record.grid_for(num_tokens=rows, num_rows=rows, num_seqs=rows)
+        grid = grid_for(cubin.record, num_tokens=rows, num_rows=rows, num_seqs=rows)
         spent = self.median(lambda: bound.launch(self.stream, grid))
         kernel.unload()
         return spent
@@ -118,7 +120,7 @@ class Bed:
     def library_microseconds(self, source: Source, rows: int) -> float | None:
         """Return the median time of the library for the same product, or None if it cannot compute it."""
         assert self.library is not None and source.product is not None
-        choice = LibraryChoice(CUBLASLT, rows, source.product)
+        choice = RecordLibrary(CUBLASLT, rows, source.product)
         bound = self.library.bind(choice, self.values(source, rows))
         bound.prepare(self.stream, rows)
         return self.median(lambda: bound.launch(self.stream, rows)) if bound.takes(rows) else None

@@ -12,10 +12,9 @@ from types import ModuleType
 
 from inferc.codegen.triton.aot.build import Cubin
 from inferc.codegen.triton.aot.builders import Builders, worth
-from inferc.codegen.triton.aot.launch import PTX, RECORDS
 from inferc.codegen.triton.aot.occupancy import occupancy
 from inferc.codegen.triton.emit import CudaStep
-from inferc.manifest import json_bytes
+from inferc.manifest import PTX, RECORDS, json_bytes
 from inferc.manifest_types import KernelRow
 
 PTX_ARCH = "sm_80"  # the PTX that Triton makes for sm_90 and later runs on that one chip only
@@ -46,7 +45,7 @@ def write_code(
                 progress(done, total)
                 done += 1
                 add(f"{folder}/{name}.{'ptx' if arch == 'ptx' else 'cubin'}", cubin.ptx if arch == PTX else cubin.data)
-                records.append(cubin.record.to_json())
+                records.append(cubin.record)
                 if arch != PTX:
                     rows.append(_row(name, arch, cubin))
             add(f"{folder}/{RECORDS}", json_bytes(records))

@@ -21,7 +21,6 @@ from inferc.codegen.segments import Segment, row_kinds, segment_of, segments_of
 from inferc.codegen.select import chosen_kernel, needs_kernel
 from inferc.codegen.triton.aot.build import Cubin
 from inferc.codegen.triton.aot.builders import Builders, Job
-from inferc.codegen.triton.aot.launch import FAST, INVARIANT, SHARED
 from inferc.codegen.triton.aot.occupancy import PROGRAMS
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.aot.tuning import library_choice, tuned
@@ -32,6 +31,7 @@ from inferc.codegen.triton.table import KERNELS
 from inferc.codegen.values import Operand, Values, observable, outputs
 from inferc.errors import UnsupportedError
 from inferc.ir.program import Program, ancestors, name_of
+from inferc.manifest import FAST, INVARIANT, SHARED
 from inferc.manifest_types import (
     Choice,
     CubinPart,
@@ -94,7 +94,7 @@ class CudaStep:
             # PTX is for other chips, on which no library was measured.
             left = assemble and name in for_many_rows
             library = library_choice(_kernel(name), source, arch) if left else None
-            yield name, replace(cubin, record=replace(cubin.record, library=library))
+            yield name, replace(cubin, record=msgspec.structs.replace(cubin.record, library=library))
 
 
 def _kernel(name: str) -> str:

@@ -10,11 +10,10 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from inferc.codegen.triton.aot.launch import PTX, RECORDS
 from inferc.errors import ConfigError
 from inferc.kv_groups import num_parts, row_size
-from inferc.manifest import ALIGNMENT, CERTIFICATE, CHUNK_BYTES, PROGRAM, STORED_DTYPES
-from inferc.manifest_types import Graph, KvGroup, Launches, Manifest, Program, ProgramEntry, Record, StoredWeight
+from inferc.manifest import ALIGNMENT, CERTIFICATE, CHUNK_BYTES, PROGRAM, PTX, RECORDS, STORED_DTYPES
+from inferc.manifest_types import Graph, KvGroup, Launches, LaunchRecord, Manifest, Program, ProgramEntry, StoredWeight
 from inferc.targets import find_spec
 
 
@@ -92,7 +91,7 @@ def program_fault(program: Program, entry: ProgramEntry, sizes: Mapping[str, int
     return _graph_fault(program.program)
 
 
-def records_fault(records: Sequence[Record], folder: str, files: Container[str]) -> str | None:
+def records_fault(records: Sequence[LaunchRecord], folder: str, files: Container[str]) -> str | None:
     """Find a launch record in a folder of kernels whose code is missing."""
     suffix = PTX if PurePosixPath(folder).name == PTX else "cubin"
     for index, record in enumerate(records):

@@ -23,21 +23,21 @@ from numpy.typing import NDArray
 
 from inferc.arena import MemoryFormula
 from inferc.codegen.triton.aot.launch import RECORDS
-from inferc.config import HUB_ID
+from inferc.config import HUB_ID, available_cores
 from inferc.cost.formulas import CostLog
 from inferc.errors import ArtifactError
-from inferc.manifest import COSTS, FORMAT_VERSION, MANIFEST, is_sealed
+from inferc.manifest import COSTS, FORMAT_VERSION, MANIFEST, RECORDS, is_sealed
 from inferc.manifest_types import (
     Config,
     CubinProgram,
     KvGroup,
+    LaunchRecord,
     LibraryProgram,
     Manifest,
     Model,
     PlainProgram,
     Program,
     ProgramEntry,
-    Record,
     StoredWeight,
     read_typed,
 )
@@ -68,6 +68,7 @@ class Artifact:
     manifest: Manifest
     entry: ProgramEntry
     program: Program
+    records: Mapping[str, Sequence[LaunchRecord]]  # how the GPU kernels are launched, by chip
     maps: dict[str, mmap.mmap]  # the mapped weight files, by file name
     sums: dict[str, ChunkSums] = field(repr=False)  # the digests of the mapped files, by file name
     contents: dict[str, bytes] = field(repr=False, compare=False)  # the checked bytes of kernels and tokenizer, by name
@@ -273,8 +274,8 @@ def load_artifact(
     ranks: list[Artifact] = []
     for entry in manifest.programs:
         program = _read_program(folder, entry, contents[entry.file], maps)
-        _check_records(folder, entry, contents)
-        ranks.append(Artifact(folder, manifest, entry, program, maps, sums, kept, data, ranks))
+        records = _read_records(folder, entry, contents)
+        ranks.append(Artifact(folder, manifest, entry, program, records, maps, sums, kept, data, ranks))
     return ranks[0]
 
 
@@ -296,16 +297,21 @@ def _read_program(folder: Path, entry: ProgramEntry, data: bytes, maps: Mapping[
     return program
 
 
-def _check_records(folder: Path, entry: ProgramEntry, contents: Mapping[str, bytes]) -> None:
-    """Raise ArtifactError for launch records that are not of type manifest_types.Record, or whose code is missing."""
-    for kernels in entry.cubins.values():
+def _read_records(
+    folder: Path, entry: ProgramEntry, contents: Mapping[str, bytes]
+) -> dict[str, Sequence[LaunchRecord]]:
+    """Parse the launch records of each chip. Raises ArtifactError, also for a record whose code is missing."""
+    records: dict[str, Sequence[LaunchRecord]] = {}
+    for chip, kernels in entry.cubins.items():
         name = f"{kernels}/{RECORDS}"
         try:
-            fault = records_fault(read_typed(contents[name], list[Record]), kernels, contents)
+            records[chip] = read_typed(contents[name], list[LaunchRecord])
+            fault = records_fault(records[chip], kernels, contents)
         except ValueError as error:
             fault = str(error)
         if fault is not None:
             raise ArtifactError(f"{folder / name} is not of the format: {fault}; {AGAIN}")
+    return records
 
 
 def _read_manifest(folder: Path) -> tuple[bytes, Manifest]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from inferc.arena import MemoryFormula
-from inferc.manifest_types import KvGroup, Program, StoredWeight
+from inferc.manifest_types import KvGroup, LaunchRecord, Program, StoredWeight
 from inferc.runtime.artifact.libraries import Library
 
 
@@ -49,6 +49,10 @@ class CompiledForCuda(Compiled, Protocol):
     @property
     def cubins(self) -> Mapping[str, str]:
         """The folder of the kernels, by chip."""
+
+    @property
+    def records(self) -> Mapping[str, Sequence[LaunchRecord]]:
+        """The launch records of the kernels, by chip."""
 
     @property
     def contents(self) -> Mapping[str, bytes]:

@@ -23,6 +23,13 @@ TENSORRT_LAYERS = "tensorrt/layers.json"
 CERTIFICATE = "certificate.json"
 SIGNATURE = "signature.json"  # signatures of the artifact; not one of the manifest's files, as it signs these
 COSTS = "graph/costs.json"  # the program's costs after each pass, which `inferc explain` reads
+# PTX stands for PTX code where a chip's name is expected. RECORDS is the file of a folder's launch records.
+PTX, RECORDS = "ptx", "records.json"
+# The orders of addition. In the invariant order a row's result does not depend on the rest of the batch.
+FAST, INVARIANT = "fast", "invariant"
+PREFILL = "prefill"  # marks a launch that only steps with several new tokens of a sequence need
+SHARED = "shared"  # marks a launch that only steps need in which a prefix is read once for several sequences
+CUBLASLT = "cublaslt"  # NVIDIA's library of matrix products
 ALIGNMENT = 64  # the alignment of every weight's first byte: a cache line, and the widest vector load
 CHUNK_BYTES = 64 << 20  # the size of a chunk of a weight file; each chunk has its own digest
 

@@ -509,16 +509,27 @@ Program: TypeAlias = PlainProgram | LibraryProgram | CubinProgram
 
 
 class RecordArgument(Struct, frozen=True, forbid_unknown_fields=True):
+    """A parameter of a kernel's entry point; parameters are listed in order.
+
+    `kind` is as Triton writes it: *bf16, *i32, …, i32, i64 or u64.
+    """
+
     name: str
     kind: str
     num_bytes: Count
-    divisible_by: Positive = 1
+    divisible_by: Positive = 1  # the caller promises that its value is a multiple of this
 
 
 class RecordProduct(Struct, frozen=True, forbid_unknown_fields=True):
+    """A matrix product that a library can compute in place of the kernel.
+
+    It is out [rows, n] = x [rows, k] @ weight [n, k].T, plus bias [n] and residual [rows, n] if there are any; the
+    kernel's arguments are x_ptr, weight_ptr, bias_ptr, residual_ptr and out_ptr. Strides are elements from row to row.
+    """
+
     n: Positive
     k: Positive
-    dtype: str
+    dtype: str  # of all tensors but out
     out_dtype: str
     x_stride: Count
     out_stride: Count
@@ -527,15 +538,17 @@ class RecordProduct(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RecordLibrary(Struct, frozen=True, forbid_unknown_fields=True):
+    """A library that computes the kernel's product in its place, measured to be faster from `from_rows` rows on."""
+
     name: str
     from_rows: Count
     product: RecordProduct
 
 
-class Record(Struct, frozen=True, forbid_unknown_fields=True):
-    """A record of how a GPU kernel is launched (codegen/triton/aot/launch.py, LaunchRecord)."""
+class LaunchRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """The record of a cubin's entry point: how to call it, and what one of its blocks needs of a GPU."""
 
-    name: str
+    name: str  # the kernel's name in the manifest's kernel table
     op: str
     arch: str
     entry: str
@@ -543,12 +556,23 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
     num_warps: Annotated[int, Meta(ge=1, le=64)]
     shared_bytes: Count
     global_scratch_bytes: Count
-    arguments: list[RecordArgument]
+    arguments: tuple[RecordArgument, ...]
     constants: dict[str, bool | int | float | str | None]
     resources: dict[str, int]
     compiler: str
+    # Whether it may be launched while the kernel before it still runs: it then waits for that one itself.
     dependent: bool = False
+    # The library that may replace the kernel. Only kernels of the fast order for any number of rows have one.
     library: RecordLibrary | None = None
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def block_shared_bytes(self) -> int:
+        """The shared memory of a block in all; the cubin itself declares only the static part."""
+        return self.shared_bytes + self.resources.get("static_shared_bytes", 0)
 
 
 # ----------------------------------------------------------------------------------------------- reading

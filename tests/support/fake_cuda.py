@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import importlib
 import itertools
-import json
 import pkgutil
 import warnings
 from collections import Counter
@@ -24,8 +23,9 @@ import quick_interpreter
 import torch
 
 import inferc.codegen.triton as kernels
-from inferc.codegen.triton.aot.launch import LaunchRecord, read_entry, record_from_json
+from inferc.codegen.triton.aot.launch import read_entry
 from inferc.codegen.triton.aot.source import absent
+from inferc.manifest_types import LaunchRecord, read_typed
 from inferc.runtime.runners.cuda.driver import FUNCTIONS, LaunchConfig
 
 DTYPES = {
@@ -139,9 +139,9 @@ class FakeCuda:
             name: value for module in _modules() for name, value in vars(module).items() if name.endswith("_kernel")
         }
         for path in sorted(folder.glob("kernels/*/records.json")) if folder else []:
-            for entry in json.loads(path.read_text()):
+            for record in read_typed(path.read_bytes(), list[LaunchRecord]):
                 suffix = "ptx" if path.parent.name == "ptx" else "cubin"
-                self.know((path.parent / f"{entry['name']}.{suffix}").read_bytes(), record_from_json(entry))
+                self.know((path.parent / f"{record.name}.{suffix}").read_bytes(), record)
 
     def know(self, code: bytes, record: LaunchRecord) -> None:
         """Tell the driver what a cubin computes, since it cannot run it."""

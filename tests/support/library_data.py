@@ -11,10 +11,10 @@ import pytest
 
 from inferc.backends.lower import LowerConfig, lower
 from inferc.codegen.triton.aot import tuning
-from inferc.codegen.triton.aot.launch import CUBLASLT
 from inferc.codegen.triton.emit import emit
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
+from inferc.manifest import CUBLASLT
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.targets import Target
 

@@ -15,10 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from inferc.codegen.triton.aot.launch import Argument, LaunchRecord, check_launch_record
+from inferc.codegen.triton.aot.launch import check_launch_record
 from inferc.codegen.triton.aot.occupancy import MULTIPROCESSORS, max_shared_bytes
 from inferc.codegen.triton.aot.source import Source
 from inferc.errors import UnsupportedError, VerifyError
+from inferc.manifest_types import LaunchRecord, RecordArgument
 
 DEPENDENT_SINCE = 90  # the first chip that has programmatic dependent launch
 WAITS = (b"griddepcontrol.launch_dependents", b"griddepcontrol.wait")
@@ -26,7 +27,7 @@ FIRST_BLOCK = "// %bb.0:"  # how LLVM labels the first basic block of a kernel
 CUT_STACK_BYTES = 4096  # spill budget of a kernel whose stages were cut because a chip has too little shared memory
 ARGUMENT_BYTES = {"i32": 4}  # pointers and 64-bit integers, which are not listed, take 8
 # The last two parameters of every Triton entry point; they are null for a kernel that needs no scratch memory.
-SCRATCH = (Argument("global_scratch", "u64", 8), Argument("profile_scratch", "u64", 8))
+SCRATCH = (RecordArgument("global_scratch", "u64", 8), RecordArgument("profile_scratch", "u64", 8))
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def build(source: Source, name: str, op: str, arch: str, *, assemble: bool = Tru
     data: bytes = compiled.asm["cubin"] if assemble else b""
     metadata = compiled.metadata
     arguments = [
-        Argument(argument, kind, ARGUMENT_BYTES.get(kind, 8), 16 if argument in source.aligned else 1)
+        RecordArgument(argument, kind, ARGUMENT_BYTES.get(kind, 8), 16 if argument in source.aligned else 1)
         for argument, kind in source.signature.items()
     ]
     record = LaunchRecord(

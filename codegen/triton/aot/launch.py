@@ -1,4 +1,4 @@
-"""The launch record of a compiled kernel, which replaces the compiler at run time, and its check against the cubin.
+"""The check of a compiled kernel's launch record, which replaces the compiler at run time, and its grid.
 
 A cubin is an ELF file. Its `.nv.info.<entry>` section lists each parameter's ordinal, offset and size, and the threads
 per block that the kernel was compiled for. The record must agree with them, since the driver checks neither.
@@ -7,7 +7,6 @@ per block that the kernel was compiled for. The record must agree with them, sin
 from __future__ import annotations
 
 import ast
-import dataclasses
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,14 +15,9 @@ from types import CodeType
 from typing import Any
 
 from inferc.errors import VerifyError
+from inferc.manifest_types import LaunchRecord, RecordProduct
 
-# PTX stands for PTX code where a chip's name is expected. RECORDS is the file of a folder's launch records.
-PTX, RECORDS = "ptx", "records.json"
-# The orders of addition. In the invariant order a row's result does not depend on the rest of the batch.
-FAST, INVARIANT = "fast", "invariant"
-PREFILL = "prefill"  # marks a launch that only steps with several new tokens of a sequence need
-CUBLASLT = "cublaslt"  # NVIDIA's library of matrix products
-SHARED = "shared"  # marks a launch that only steps need in which a prefix is read once for several sequences
+Product = RecordProduct  # as the kernels' modules call it
 
 EIATTR_REQNTID = 0x10
 EIATTR_KPARAM_INFO = 0x17
@@ -31,99 +25,6 @@ EIFMT_SVAL = 4  # the form of an attribute whose value follows its header
 EM_CUDA = 190
 NEWER_ABI = 8
 OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv)
-
-
-@dataclass(frozen=True)
-class Argument:
-    """A parameter of a kernel's entry point; parameters are listed in order.
-
-    `kind` is as Triton writes it: *bf16, *i32, …, i32, i64 or u64.
-    """
-
-    name: str
-    kind: str
-    num_bytes: int
-    divisible_by: int = 1  # the caller promises that its value is a multiple of this
-
-
-@dataclass(frozen=True)
-class Product:
-    """A matrix product that a library can compute in place of the kernel.
-
-    It is out [rows, n] = x [rows, k] @ weight [n, k].T, plus bias [n] if there is one, plus residual [rows, n] if there
-    is one.
-
-    The kernel's arguments are x_ptr, weight_ptr, bias_ptr, residual_ptr and out_ptr. Strides are elements from row to
-    row. `dtype` is the dtype of all tensors but out.
-    """
-
-    n: int
-    k: int
-    dtype: str
-    out_dtype: str
-    x_stride: int
-    out_stride: int
-    has_bias: bool
-    residual_stride: int | None
-
-
-@dataclass(frozen=True)
-class LibraryChoice:
-    """A library that computes the kernel's product in its place, for `from_rows` rows and more.
-
-    It was measured to be faster from there on.
-    """
-
-    name: str
-    from_rows: int
-    product: Product
-
-
-@dataclass(frozen=True)
-class LaunchRecord:
-    """The record of a cubin's entry point: how to call it, and what one of its blocks needs of a GPU."""
-
-    name: str  # the kernel's name in the manifest's kernel table
-    op: str
-    arch: str
-    entry: str
-    grid: tuple[str, str, str]
-    num_warps: int
-    shared_bytes: int
-    global_scratch_bytes: int
-    arguments: tuple[Argument, ...]
-    constants: dict[str, int | float]
-    resources: dict[str, int]
-    compiler: str
-    # Whether it may be launched while the kernel before it still runs: it then waits for that one itself.
-    dependent: bool = False
-    # The library that may replace the kernel. Only kernels of the fast order for any number of rows have one.
-    library: LibraryChoice | None = None
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.num_warps
-
-    @property
-    def block_shared_bytes(self) -> int:
-        """The shared memory of a block in all; the cubin itself declares only the static part."""
-        return self.shared_bytes + self.resources.get("static_shared_bytes", 0)
-
-    def grid_for(self, **counts: int) -> tuple[int, int, int]:
-        """Evaluate `grid` over `num_tokens`, `num_rows`, `num_seqs` and the constants."""
-        return evaluate_grid(self.grid, {**self.constants, **counts})
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-def record_from_json(data: Mapping[str, Any]) -> LaunchRecord:
-    x, y, z = data["grid"]
-    arguments = tuple(Argument(**argument) for argument in data["arguments"])
-    library = data.get("library")
-    if library is not None:
-        library = LibraryChoice(**{**library, "product": Product(**library["product"])})
-    return LaunchRecord(**{**data, "grid": (x, y, z), "arguments": arguments, "library": library})
 
 
 @dataclass(frozen=True)
@@ -207,7 +108,12 @@ def _attributes(data: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
-def evaluate_grid(grid: tuple[str, str, str], values: Mapping[str, int | float]) -> tuple[int, int, int]:
+def grid_for(record: LaunchRecord, **counts: int) -> tuple[int, int, int]:
+    """Evaluate the grid of a record over `num_tokens`, `num_rows`, `num_seqs` and its constants."""
+    return evaluate_grid(record.grid, {**record.constants, **counts})
+
+
+def evaluate_grid(grid: tuple[str, str, str], values: Mapping[str, Any]) -> tuple[int, int, int]:
     """Evaluate the three axes of a grid, which are expressions over `values`.
 
     Raises VerifyError for anything but names, integers, + - * // and ceil_div.

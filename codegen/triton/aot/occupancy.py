@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inferc.codegen.triton.aot.launch import LaunchRecord
+from inferc.manifest_types import LaunchRecord
 
 REGISTERS = 64 << 10  # registers of a multiprocessor
 REGISTER_UNIT = 256  # a warp gets registers in multiples of this

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from inferc.codegen.triton.aot.launch import Product
+from inferc.manifest_types import RecordProduct
 
 POINTERS = {
     "float32": "*fp32",
@@ -31,7 +31,7 @@ class Source:
     - `constants`: the values of constexpr arguments. `WIDE_DOT` is for the interpreter, whose products of bfloat16 are
       wrong.
     - `grid`: one expression per axis over `num_tokens`, `num_rows`, `num_seqs` and the constants, see
-      `LaunchRecord.grid_for`.
+      `grid_for`.
     - `stack_bytes`: how many bytes of a thread's registers may spill to memory, which is slow.
     - `product`: what the kernel computes, if a library can compute it as well.
     """
@@ -44,7 +44,7 @@ class Source:
     num_stages: int = 1
     stack_bytes: int = 0
     unaligned: tuple[str, ...] = ()
-    product: Product | None = None
+    product: RecordProduct | None = None
 
     @property
     def all_constants(self) -> dict[str, int | float]:

@@ -16,8 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from inferc.codegen.triton.aot.launch import LibraryChoice
 from inferc.codegen.triton.aot.source import Source
+from inferc.manifest_types import RecordLibrary
 
 FOLDER = Path(__file__).parents[1] / "configs"
 # Constants that change how a result is computed, but neither the result nor what the caller passes.
@@ -47,12 +47,12 @@ def tuned(kernel: str, source: Source, arch: str) -> Source:
     )
 
 
-def library_choice(kernel: str, source: Source, arch: str) -> LibraryChoice | None:
+def library_choice(kernel: str, source: Source, arch: str) -> RecordLibrary | None:
     """Return the library that was measured to be faster on this chip and from how many rows on, or None."""
     measured = _entry(kernel, source, arch).get("library")
     if measured is None or source.product is None:
         return None
-    return LibraryChoice(measured["name"], measured["from_rows"], source.product)
+    return RecordLibrary(measured["name"], measured["from_rows"], source.product)
 
 
 def _entry(kernel: str, source: Source, arch: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from inferc.codegen.triton.aot.launch import FAST, INVARIANT, PREFILL, SHARED
 from inferc.codegen.triton.calls.builder import ROWS, Builder, Call
 from inferc.codegen.triton.kernels import (
     attention_decode,
@@ -22,6 +21,7 @@ from inferc.codegen.triton.kernels import (
 )
 from inferc.codegen.values import Operand, Values
 from inferc.ir.program import dtype_name
+from inferc.manifest import FAST, INVARIANT, PREFILL, SHARED
 from inferc.manifest_types import Scratch, Where
 
 NUM_PROGRAMS = 296  # the most programs of decode attention on any chip: see `occupancy.PROGRAMS`

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from inferc.codegen.triton.aot.launch import FAST, INVARIANT
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.calls.builder import ROWS, Builder, Call, Choice
 from inferc.codegen.triton.kernels import rms_norm
@@ -22,6 +21,7 @@ from inferc.codegen.triton.kernels.linear_silu_mul import linear_silu_mul
 from inferc.codegen.triton.kernels.qkv_rope_kv_write import qkv_rope_kv_write
 from inferc.codegen.values import Operand, Values
 from inferc.ir.program import dtype_name
+from inferc.manifest import FAST, INVARIANT
 
 INVARIANT_ROWS = 64  # rows of a tile in the invariant order
 Make = Callable[[int | None], Source]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from inferc.codegen.triton.aot.launch import PTX, RECORDS, LaunchRecord, record_from_json
 from inferc.errors import InfercError, UnsupportedError
+from inferc.manifest import PTX
+from inferc.manifest_types import LaunchRecord
 from inferc.runtime.runners.cuda.driver import Driver, Kernel
-from inferc.system.json_text import parse_json
 from inferc.targets import ARCHS
 
 log = logging.getLogger(__name__)
@@ -54,13 +54,15 @@ def choose(cubins: Mapping[str, str], driver: Driver, command: str) -> str:
     raise UnsupportedError(f"the artifact has cubins for {have}; {needed}")
 
 
-def load_kernels(folder: Path, files: Mapping[str, bytes], driver: Driver, command: str) -> dict[str, Kernel]:
+def load_kernels(
+    folder: Path, records: Sequence[LaunchRecord], files: Mapping[str, bytes], driver: Driver, command: str
+) -> dict[str, Kernel]:
     """Load the kernels of `folder` and return them by name.
 
-    files: the verified contents of the artifact's files by name; command: as in `choose`. Raises UnsupportedError,
-    before any kernel is loaded, if the GPU or its driver lacks what one of them needs.
+    records: how they are launched; files: the verified contents of the artifact's files by name; command: as in
+    `choose`. Raises UnsupportedError, before any kernel is loaded, if the GPU or its driver lacks what one of them
+    needs.
     """
-    records = [record_from_json(entry) for entry in parse_json(files[f"{folder}/{RECORDS}"])]
     for record in records:
         _check_driver(record, driver)
         _check_shared_memory(record, driver, command)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from inferc.arena import KERNEL_ALIGNMENT
-from inferc.codegen.triton.aot.launch import LibraryChoice, Product
 from inferc.errors import InfercError, UnsupportedError
+from inferc.manifest_types import RecordLibrary, RecordProduct
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class CublasLt:
         self.version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
         if number // 10000 not in PACKAGES:
             raise UnsupportedError(f"cuBLASLt {self.version} is not known: expected {' or '.join(map(str, PACKAGES))}")
-        self._products: dict[Product, LibraryProduct] = {}
+        self._products: dict[RecordProduct, LibraryProduct] = {}
         self.handle = Handle()
         try:
             self.call("cublasLtCreate", byref(self.handle))
@@ -153,7 +153,7 @@ class CublasLt:
             raise UnsupportedError(f"cuBLASLt {self.version} does not start: {error}") from None
         self.workspace = allocate(WORKSPACE_BYTES)
 
-    def bind(self, choice: LibraryChoice, values: Mapping[str, int]) -> BoundProduct:
+    def bind(self, choice: RecordLibrary, values: Mapping[str, int]) -> BoundProduct:
         """Bind a product to its arguments. values: device addresses by argument of the kernel."""
         if choice.product not in self._products:
             self._products[choice.product] = LibraryProduct(self, choice.product)
@@ -188,7 +188,7 @@ class CublasLt:
 class LibraryProduct:
     """A product of one shape, for the numbers of rows that it was prepared for."""
 
-    def __init__(self, cublaslt: CublasLt, product: Product) -> None:
+    def __init__(self, cublaslt: CublasLt, product: RecordProduct) -> None:
         self._cublaslt, self._product = cublaslt, product
         of, self._rows = product, 1
         dtype, out_dtype = TYPES[of.dtype], TYPES[of.out_dtype]

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.codegen.triton.aot.launch import LaunchRecord
+from inferc.codegen.triton.aot.launch import grid_for
 from inferc.errors import InfercError, UnsupportedError
+from inferc.manifest_types import LaunchRecord
 
 LIBRARY = "libcuda.so.1"
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -329,7 +330,7 @@ class Kernel:
         counts: the counts that determine the grid: `num_tokens`, `num_rows` and `num_seqs`, as far as the grid uses
         them.
         """
-        self.bind(values).launch(stream, self.record.grid_for(**counts))
+        self.bind(values).launch(stream, grid_for(self.record, **counts))
 
     def unload(self) -> None:
         self._driver.call("cuModuleUnload", self._module)

@@ -11,6 +11,7 @@ from inferc.codegen.triton.aot.launch import FAST, INVARIANT, RECORDS, SHARED
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
 from inferc.kv_groups import CacheGroup, CacheLimits, pools_bytes, pools_for_all
+from inferc.manifest import FAST, INVARIANT, RECORDS, SHARED
 from inferc.manifest_types import Scratch
 from inferc.runtime.runners.compiled import CompiledForCuda
 from inferc.runtime.runners.cuda.capacity import Capacity, buckets, most_of_all, most_rows, sample_rows

@@ -11,8 +11,9 @@ from ctypes import c_void_p
 from dataclasses import dataclass
 
 from inferc.arena import Arena, MostRows
-from inferc.codegen.triton.aot.launch import PREFILL, SHARED
+from inferc.codegen.triton.aot.launch import grid_for
 from inferc.errors import ArtifactError
+from inferc.manifest import PREFILL, SHARED
 from inferc.manifest_types import Launch, Where
 from inferc.manifest_types import Launches as StoredLaunches
 from inferc.runtime.runners.cuda.cublaslt import BoundProduct, CublasLt
@@ -64,7 +65,7 @@ class Step:
             record = bound.kernel.record
             grid = grids.get(record.name)
             if grid is None:
-                grid = grids[record.name] = record.grid_for(**counts)
+                grid = grids[record.name] = grid_for(record, **counts)
             bound.launch(stream, grid, behind_kernel=behind_kernel)
         return rows > 0
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.codegen.triton.aot.launch import FAST, INVARIANT
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import InfercError, RequestError, UnsupportedError
+from inferc.manifest import FAST, INVARIANT
 from inferc.manifest_types import Launch
 from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES
 from inferc.runtime.runners.api import Observer
@@ -97,7 +97,9 @@ class CudaRunner:
         cubins = artifact.cubins
         command = f"inferc compile MODEL -o {artifact.path} --add-target --target cuda:{{arch}}"
         self.arch = code.choose(cubins, driver, command)
-        self._kernels = code.load_kernels(Path(cubins[self.arch]), artifact.contents, driver, command)
+        self._kernels = code.load_kernels(
+            Path(cubins[self.arch]), artifact.records[self.arch], artifact.contents, driver, command
+        )
         self._addresses = self._allocate(poison, place_weights)
         self._blocks = Blocks(driver, self._stream, self._groups, self._addresses.caches, self.block_size)
         self._cublaslt = self._open_cublaslt()

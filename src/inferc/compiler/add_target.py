@@ -16,11 +16,11 @@ import msgspec
 from inferc.codegen.artifact_writer import ArtifactWriter
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.triton.aot.launch import PTX
-from inferc.compiler.build import CompileSummary, hf_facts
+from inferc.compiler.build import CompileSummary, hf_facts, silent
 from inferc.config import CompileConfig, ResolvedCompileConfig, from_dict
 from inferc.errors import ArtifactError, ConfigError
 from inferc.frontend.checkpoint.load import load
-from inferc.manifest import SIGNATURE
+from inferc.manifest import PTX, SIGNATURE
 from inferc.manifest_types import Config, KernelRow, ManifestFacts
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.runtime.artifact.load import Artifact, load_artifact

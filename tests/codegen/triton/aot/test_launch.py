@@ -1,9 +1,9 @@
 """Launch records: made with a cubin, kept as JSON, and checked against what the cubin says of itself."""
 
 import dataclasses
-import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from inferc.errors import VerifyError
@@ -13,12 +13,14 @@ pytest.importorskip("triton")
 from triton_cases import KERNELS
 
 from inferc.codegen.triton.aot.build import Cubin, TooMuchSharedMemory, build, build_fitting
-from inferc.codegen.triton.aot.launch import check_launch_record, read_entry, record_from_json
+from inferc.codegen.triton.aot.launch import check_launch_record, grid_for, read_entry
 from inferc.codegen.triton.kernels.attention_decode import decode_attention
 from inferc.codegen.triton.kernels.attention_plan import TILES, invariant_cells
 from inferc.codegen.triton.kernels.attention_tiles import AttentionShape
 from inferc.codegen.triton.kernels.linear import linear
 from inferc.codegen.triton.kernels.silu_mul import silu_mul
+from inferc.manifest import json_bytes
+from inferc.manifest_types import LaunchRecord, read_typed
 
 
 def compiled(arch: str, width: int = 4096, unaligned: tuple[str, ...] = ()) -> Cubin:
@@ -38,7 +40,7 @@ def test_an_odd_width_promises_nothing_of_the_second_half() -> None:
 
 
 def test_the_record_survives_json(cubin: Cubin) -> None:
-    assert record_from_json(json.loads(json.dumps(cubin.record.to_json()))) == cubin.record
+    assert read_typed(json_bytes(cubin.record), LaunchRecord) == cubin.record
 
 
 def test_the_entry_takes_two_scratch_pointers(cubin: Cubin) -> None:
@@ -62,20 +64,20 @@ def test_no_path_of_the_compiling_machine_is_kept(cubin: Cubin) -> None:
 )
 def test_a_wrong_record_is_refused(cubin: Cubin, change: dict[str, object], message: str) -> None:
     with pytest.raises(VerifyError) as error:
-        check_launch_record(dataclasses.replace(cubin.record, **change), cubin.data)  # type: ignore[arg-type]
+        check_launch_record(msgspec.structs.replace(cubin.record, **change), cubin.data)
     assert str(error.value) == message
 
 
 def test_a_record_without_the_scratch_pointers_is_refused(cubin: Cubin) -> None:
-    record = dataclasses.replace(cubin.record, arguments=cubin.record.arguments[:-2])
+    record = msgspec.structs.replace(cubin.record, arguments=cubin.record.arguments[:-2])
     with pytest.raises(VerifyError, match="takes parameters of"):
         check_launch_record(record, cubin.data)
 
 
 def test_an_argument_of_another_size_is_refused(cubin: Cubin) -> None:
     first, *others = cubin.record.arguments
-    number = dataclasses.replace(first, kind="i32", num_bytes=4)
-    record = dataclasses.replace(cubin.record, arguments=(number, *others))
+    number = msgspec.structs.replace(first, kind="i32", num_bytes=4)
+    record = msgspec.structs.replace(cubin.record, arguments=(number, *others))
     with pytest.raises(VerifyError, match="takes parameters of"):
         check_launch_record(record, cubin.data)
 
@@ -123,9 +125,9 @@ def test_what_is_no_cubin_is_refused(cubin: Cubin, data: bytes) -> None:
 
 
 def test_a_grid_is_no_python(cubin: Cubin) -> None:
-    record = dataclasses.replace(cubin.record, grid=("__import__('os')", "1", "1"))
+    record = msgspec.structs.replace(cubin.record, grid=("__import__('os')", "1", "1"))
     with pytest.raises(VerifyError, match="a grid may hold"):
-        record.grid_for(num_tokens=1)
+        grid_for(record, num_tokens=1)
 
 
 @pytest.mark.parametrize(("arch", "waits"), [("sm_80", False), ("sm_90", True), ("sm_100", True)])

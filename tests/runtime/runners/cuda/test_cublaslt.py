@@ -24,14 +24,15 @@ from fake_cuda import FakeCuda
 from real_gpu import need_gpu
 from triton_cases import SUMS, TOLERANCE, UNTOUCHED, dtype_name, numbers
 
-from inferc.codegen.triton.aot.launch import CUBLASLT, LibraryChoice, Product
 from inferc.errors import InfercError, UnsupportedError
+from inferc.manifest import CUBLASLT
+from inferc.manifest_types import RecordLibrary, RecordProduct
 from inferc.runtime.runners.cuda import cublaslt
 from inferc.runtime.runners.cuda.cublaslt import BoundProduct, CublasLt
 from inferc.runtime.runners.cuda.driver import Driver
 
 N, K, MOST = 24, 40, 100
-PLAIN = Product(N, K, "float32", "float32", K, N, False, None)
+PLAIN = RecordProduct(N, K, "float32", "float32", K, N, False, None)
 
 
 @dataclass
@@ -104,7 +105,7 @@ def bound(bed: Bed, from_rows: int, most: int) -> BoundProduct:
     """A product of zeros, of N and K in float32, prepared."""
     tensors = {"x_ptr": torch.zeros(MOST, K), "weight_ptr": torch.zeros(N, K), "out_ptr": torch.zeros(MOST, N)}
     values = {name: bed.place(tensor) for name, tensor in tensors.items()}
-    made = bed.cublaslt.bind(LibraryChoice(CUBLASLT, from_rows, PLAIN), values)
+    made = bed.cublaslt.bind(RecordLibrary(CUBLASLT, from_rows, PLAIN), values)
     made.prepare(bed.stream, most)
     bed.driver.wait(bed.stream)
     return made
@@ -121,10 +122,12 @@ def test_a_product(any_bed: Bed, dtype: torch.dtype, has_bias: bool, adds: bool,
     x, weight, bias = numbers(MOST, K + 8, dtype=dtype), numbers(N, K, dtype=dtype), numbers(N, dtype=dtype)
     residual = numbers(MOST, N + 16, dtype=dtype)
     out = torch.full((MOST, N + 8), UNTOUCHED, dtype=torch.float32 if wide else dtype)
-    product = Product(N, K, dtype_name(dtype), dtype_name(out.dtype), K + 8, N + 8, has_bias, N + 16 if adds else None)
+    product = RecordProduct(
+        N, K, dtype_name(dtype), dtype_name(out.dtype), K + 8, N + 8, has_bias, N + 16 if adds else None
+    )
     tensors = {"x_ptr": x, "weight_ptr": weight, "bias_ptr": bias, "residual_ptr": residual, "out_ptr": out}
     values = {name: bed.place(tensor) for name, tensor in tensors.items()}
-    bound = bed.cublaslt.bind(LibraryChoice(CUBLASLT, 3, product), values)
+    bound = bed.cublaslt.bind(RecordLibrary(CUBLASLT, 3, product), values)
     bound.prepare(bed.stream, MOST)
     for rows in (3, 31, 32, MOST):
         assert bound.takes(rows)
