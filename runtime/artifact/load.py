@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.arena import MemoryFormula
-from inferc.codegen.triton.aot.launch import RECORDS
-from inferc.config import HUB_ID, available_cores
+from inferc.config import HUB_ID
 from inferc.cost.formulas import CostLog
 from inferc.errors import ArtifactError
 from inferc.manifest import COSTS, FORMAT_VERSION, MANIFEST, RECORDS, is_sealed

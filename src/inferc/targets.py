@@ -77,7 +77,7 @@ class TargetSpec:
     deterministic: Literal["always", "on_request", "never"] = "always"
     """When the bits of a row depend on its own sequence alone: always, if `--deterministic` asks for it, or never."""
     determinism: Determinism = OF_OWN_KERNELS
-    """The same for people, as the manifest says it."""
+    """The order of addition of its kernels in words, as the manifest says it."""
     token_budget: int = 512
     """The default of the most tokens of a step."""
     kernels_certified: Literal["compile", "verify", "never"] = "never"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from inferc.arena import align_rows, round_up
-from inferc.codegen.triton.aot.launch import FAST, INVARIANT, RECORDS, SHARED
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
 from inferc.kv_groups import CacheGroup, CacheLimits, pools_bytes, pools_for_all

@@ -24,7 +24,6 @@ from inferc.system.progress import Progress
 from inferc.targets import Target
 
 
-
 @dataclass
 class Output:
     """The facts of a compile that a backend gets to write its part.

@@ -15,8 +15,7 @@ import msgspec
 
 from inferc.codegen.artifact_writer import ArtifactWriter
 from inferc.codegen.folder import OutputFolder
-from inferc.codegen.triton.aot.launch import PTX
-from inferc.compiler.build import CompileSummary, hf_facts, silent
+from inferc.compiler.build import CompileSummary, hf_facts
 from inferc.config import CompileConfig, ResolvedCompileConfig, from_dict
 from inferc.errors import ArtifactError, ConfigError
 from inferc.frontend.checkpoint.load import load
