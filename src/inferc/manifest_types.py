@@ -88,7 +88,7 @@ class Memory(Struct, frozen=True):
 
 
 class KvLayout(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The layout of a block of K and V in memory: in an order, and for the cpu target in units that its kernels read."""
+    """The layout of a block of K and V in memory: an order, and for the cpu target the units that its kernels read."""
 
     block_size: Count | None = None
     k: str | None = None
