@@ -18,6 +18,7 @@ from inferc.codegen.kernel import Kernel
 from inferc.errors import ConfigError
 from inferc.ir.program import Program
 from inferc.manifest_types import KernelRow, PlainPart, TargetPart, Tensorrt
+from inferc.manifest_types import Program as ProgramJson
 from inferc.passes.lower.plan_memory import NO_PLAN
 from inferc.passes.pipeline import Pass
 from inferc.system.progress import Progress
@@ -82,6 +83,17 @@ class Backend(Protocol):
 
     def write(self, rank: RankProgram, output: Output) -> Written:
         """Write the code of a lowered program into the artifact, whose weights are already written."""
+
+
+class ExtendableBackend(Backend, Protocol):
+    """A backend that adds code for more chips to a finished artifact: that of a target with `more_targets`."""
+
+    def add(self, program: Program, compiled: ProgramJson, writer: ArtifactWriter, report: Progress) -> Written | None:
+        """Write the code of an artifact's program for the chips of this backend's target.
+
+        program: the artifact's lowered program; compiled: its program.json. Returns None, having written nothing, if
+        that was made by kernels other than this backend's.
+        """
 
 
 def open_backend(target: Target) -> Backend:

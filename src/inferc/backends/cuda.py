@@ -12,11 +12,14 @@ from inferc.backends.backend import Output, Written
 from inferc.backends.lower import LowerConfig
 from inferc.backends.partition import RankProgram
 from inferc.backends.pipelines import paged_pipeline
+from inferc.codegen.artifact_writer import ArtifactWriter
 from inferc.codegen.triton.table import KERNELS
 from inferc.ir.program import Program
+from inferc.manifest_types import Program as ProgramJson
 from inferc.passes.fuse.linear_silu_mul import fuse_linear_silu_mul, fuse_linear_silu_mul_int8
 from inferc.passes.lower.plan_memory import memory_plan
 from inferc.passes.pipeline import Pass
+from inferc.system.progress import Progress
 from inferc.targets import Target
 
 if TYPE_CHECKING:
@@ -44,6 +47,22 @@ class CudaBackend:
 
     def write(self, rank: RankProgram, output: Output) -> Written:
         return write_step(rank.program, self._target, output, with_ptx=True)
+
+    def add(self, program: Program, compiled: ProgramJson, writer: ArtifactWriter, report: Progress) -> Written | None:
+        from inferc.codegen.triton.code import write_code
+        from inferc.codegen.triton.emit import emit
+
+        plan = memory_plan(program)
+        step = emit(program, plan.values)
+        made, there = msgspec.to_builtins(step.part), msgspec.to_builtins(compiled)
+        if any(there[name] != value for name, value in made.items()):
+            return None
+
+        def of_kernels(done: int, total: int) -> None:
+            report("compile kernels", done, total)
+
+        cubins, rows = write_code(step, self._target.archs, writer.add, of_kernels, with_ptx=False)
+        return Written(plan, part=step.part, cubins=cubins, kernels=rows)
 
 
 def try_step(program: Program, config: LowerConfig) -> None:

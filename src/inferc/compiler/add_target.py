@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from inferc.backends.backend import ExtendableBackend
 from inferc.codegen.artifact_writer import ArtifactWriter
 from inferc.codegen.folder import OutputFolder
 from inferc.compiler.build import CompileSummary, hf_facts
@@ -21,7 +22,6 @@ from inferc.errors import ArtifactError, ConfigError
 from inferc.frontend.checkpoint.load import load
 from inferc.manifest import PTX, SIGNATURE
 from inferc.manifest_types import Config, KernelRow, ManifestFacts
-from inferc.passes.lower.plan_memory import memory_plan
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.system.progress import Progress, silent
 from inferc.targets import Target, find_spec
@@ -116,21 +116,15 @@ def _check_same(artifact: Artifact, model: str | Path, config: CompileConfig) ->
 
 def _write(artifact: Artifact, added: Target, writer: ArtifactWriter, report: Progress) -> list[KernelRow]:
     """Compile the artifact's program for the new chips; return their rows of the kernel table."""
-    from inferc.codegen.triton.code import write_code
-    from inferc.codegen.triton.emit import emit
     from inferc.runtime.runners.reference import graph_of
 
-    program = graph_of(artifact)
-    step = emit(program, memory_plan(program).values)
-    made, compiled = msgspec.to_builtins(step.part), msgspec.to_builtins(artifact.program)
-    if any(compiled[name] != value for name, value in made.items()):
+    backend: ExtendableBackend = added.spec.find_backend()(added)
+    written = backend.add(graph_of(artifact), artifact.program, writer, report)
+    if written is None:
         raise ArtifactError(
             f"{artifact.path} is by {artifact.manifest.producer}, whose kernels are not this inferc's; compile it again"
         )
-    _, rows = write_code(
-        step, added.archs, writer.add, lambda done, total: report("compile kernels", done, total), with_ptx=False
-    )
-    return rows
+    return written.kernels
 
 
 def _link(source: Path, target: Path) -> None:
