@@ -109,29 +109,6 @@ def run_step(
     return hidden, logits
 
 
-class Batch:
-    """A few sequences over one paged KV cache, each with enough blocks for `max_len` tokens."""
-
-    def __init__(self, program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> None:
-        self.program, self.read_weight = program, read_weight
-        each = -(-max_len // program.block_size)
-        self.caches = new_kv_caches(program, 1 + num_seqs * each)
-        self.blocks = [range(1 + i * each, 1 + (i + 1) * each) for i in range(num_seqs)]
-        self.lengths = [0] * num_seqs
-
-    def step(self, new: dict[int, Sequence[int]], all_rows: bool = True) -> dict[int, Tensor]:
-        """Append `new` token ids to sequences; return the logits [rows, vocab_size] of each sequence."""
-        chunks = []
-        for seq, ids in new.items():
-            used = -(-(self.lengths[seq] + len(ids)) // self.program.block_size)
-            chunks.append(Chunk(ids, self.lengths[seq], self.blocks[seq][:used], seq))
-            self.lengths[seq] += len(ids)
-        inputs = step_inputs(self.program, chunks, self.caches, all_rows)
-        _, logits = run_step(self.program, inputs, self.read_weight)
-        parts = logits.split([len(ids) if all_rows else 1 for ids in new.values()])
-        return dict(zip(new, parts))
-
-
 def uses_dense_cache(program: Program) -> bool:
     """Return whether the program's step reads a dense KV cache of whole sequences (`DenseKVCache`)."""
     return any(node.name == "starts" for node in program.inputs())
@@ -163,37 +140,6 @@ def dense_inputs(
         "logits_rows": (rows if all_rows else rows[count - 1 :: count]).to(torch.int32),
         **caches,
     }
-
-
-class DenseBatch:
-    """A few sequences over a dense KV cache; sequences with equally many new tokens are computed in one call."""
-
-    def __init__(self, program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> None:
-        self.program, self.read_weight = program, read_weight
-        self.caches = new_dense_caches(program, num_seqs, max_len)
-        self.lengths = [0] * num_seqs
-
-    def step(self, new: dict[int, Sequence[int]], all_rows: bool = True) -> dict[int, Tensor]:
-        """Append `new` token ids to sequences; return the logits [rows, vocab_size] of each sequence."""
-        by_length: dict[int, list[int]] = {}
-        for seq, ids in new.items():
-            by_length.setdefault(len(ids), []).append(seq)
-        found: dict[int, Tensor] = {}
-        for count, seqs in by_length.items():
-            caches = {name: cache[seqs] for name, cache in self.caches.items()}
-            inputs = dense_inputs([new[seq] for seq in seqs], [self.lengths[seq] for seq in seqs], caches, all_rows)
-            _, logits = run_step(self.program, inputs, self.read_weight)
-            for name, cache in self.caches.items():
-                cache[seqs] = caches[name]
-            for seq in seqs:
-                self.lengths[seq] += count
-            found.update(zip(seqs, logits.split(count if all_rows else 1), strict=True))
-        return {seq: found[seq] for seq in new}
-
-
-def new_batch(program: Program, read_weight: ReadWeight, num_seqs: int, max_len: int) -> Batch | DenseBatch:
-    """Create a Batch or a DenseBatch, whichever fits the KV cache of the program."""
-    return (DenseBatch if uses_dense_cache(program) else Batch)(program, read_weight, num_seqs, max_len)
 
 
 class _RankOfBatch:
