@@ -16,7 +16,6 @@ not fit in the CPU caches. Then each is loaded and timed in turn, `--repeats` ti
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 import tomllib
@@ -30,9 +29,9 @@ import numpy as np
 from measured import ROOT, report
 from own_model import compiled
 
-from inferc.cost.formulas import CostLog, Step
+from inferc.config import available_cores
+from inferc.cost.formulas import Step
 from inferc.cost.machine import measure_read
-from inferc.manifest import COSTS
 from inferc.manifest_types import Observable
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.engine import Engine
@@ -128,7 +127,7 @@ def run_once(artifact: Path, steps: int, batch: int, routing: Routing | None = N
 
 def bytes_of_step(artifact: Artifact, context: int, batch: int, experts_touched: float) -> tuple[float, float]:
     """Return the bytes that a decode step moves: by the cost model, and with the experts that were really chosen."""
-    costs = CostLog.from_json(json.loads((artifact.path / COSTS).read_text()))
+    costs = artifact.costs()
     step = Step.decode(batch, context)
     total = experts = 0.0
     for op, count in costs.last.ops.items():

@@ -191,12 +191,11 @@ class Artifact:
 
         Raises ArtifactError, also if the artifact has none.
         """
-        data = self.read_json(COSTS)
+        data = self.read(COSTS)
         try:
-            return CostLog.from_json(data)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ArtifactError(f"{self.path / COSTS} is not of the format: {why}; {AGAIN}") from None
+            return CostLog.load(data)
+        except ValueError as error:
+            raise ArtifactError(f"{self.path / COSTS} is not of the format: {error}; {AGAIN}") from None
 
     def weight(self, name: str) -> NDArray[Any]:
         """Return the stored tensor `name` in its physical shape, as a read-only view of the mapped file.

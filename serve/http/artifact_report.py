@@ -65,8 +65,8 @@ def of_artifact(artifact: Artifact) -> dict[str, Any]:
     manifest, files = artifact.manifest_json(), artifact.manifest.files
     model, graphs = manifest["model"], list(_graphs(artifact))
     unreadable: list[str] = []
-    certificate = _read_with(artifact, CERTIFICATE, _certificate, unreadable)
-    passes = _read_with(artifact, COSTS, lambda data: _passes(CostLog.from_json(data), graphs), unreadable)
+    certificate = _read_with(artifact, CERTIFICATE, lambda data: _certificate(parse_json(data)), unreadable)
+    passes = _read_with(artifact, COSTS, lambda data: _passes(CostLog.load(data), graphs), unreadable)
     if passes is None:
         rows = [{**row, "decode": None, "prefill": None} for row in manifest["passes"]]
         passes = {"workload": None, "passes": _with_graphs(rows, graphs[1:])}
@@ -89,16 +89,16 @@ def of_artifact(artifact: Artifact) -> dict[str, Any]:
 
 
 def _read_with(
-    artifact: Artifact, name: str, made: Callable[[Any], dict[str, Any]], unreadable: list[str]
+    artifact: Artifact, name: str, made: Callable[[bytes], dict[str, Any]], unreadable: list[str]
 ) -> dict[str, Any] | None:
-    """Return the result of `made` for a JSON file of the artifact; None if there is no such file, or it is damaged.
+    """Return the result of `made` for the bytes of a file of the artifact; None if there is none, or it is damaged.
 
     A damaged file is added to `unreadable`, and logged.
     """
     if name not in artifact.manifest.files:
         return None
     try:
-        return made(parse_json(artifact.read(name)))
+        return made(artifact.read(name))
     except (ArtifactError, ValueError, LookupError, TypeError, AttributeError) as error:
         log.error("%s of %s cannot be read: %s: %s", name, artifact.path, type(error).__name__, error)
         unreadable.append(name)

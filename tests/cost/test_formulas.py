@@ -1,15 +1,24 @@
 """Formulas over a step's sizes, their prediction on a device, and models extended by equal layers."""
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inferc.cost.devices import Device
-from inferc.cost.formulas import CostLog, ModelFacts, OpCost, PassCost, Step, expected_experts, extended, predict
+from inferc.cost.formulas import (
+    CachedLayers,
+    CostLog,
+    ModelFacts,
+    OpCost,
+    PassCost,
+    Step,
+    expected_experts,
+    extended,
+    predict,
+)
 from inferc.ir.ops import visible
+from inferc.manifest import json_bytes
 
 MASKS = {"full": "causal", "window": "sliding", "chunk": "chunked"}
 # 100 bytes a second; 1000 operations a second in bfloat16 and 250 in float32; half a second to start a kernel.
@@ -74,7 +83,7 @@ def log(num_layers: int) -> CostLog:
     """Return the costs of a model whose layers have a product each, and which fuses every pair of neighbours."""
     layer, ends = OpCost("layer", "bfloat16", weights=(("1", 10),)), OpCost("ends", "bfloat16", flops=(("S", 3),))
     fused = OpCost("fused", "bfloat16", activations=(("T", 4),))
-    group = {"kind": "full", "layers": num_layers, "num_kv_heads": 2, "head_dim": 4, "window": 0}
+    group = CachedLayers("full", num_layers, num_kv_heads=2, head_dim=4, window=0, bytes_per_token=32 * num_layers)
     facts = ModelFacts(
         "tiny",
         "Tiny",
@@ -83,7 +92,7 @@ def log(num_layers: int) -> CostLog:
         100 + 7 * num_layers,
         64,
         200 + 14 * num_layers,
-        ({**group, "bytes_per_token": 32 * num_layers},),
+        (group,),
         32 * num_layers,
         64 * num_layers,
     )
@@ -98,5 +107,5 @@ def test_a_model_follows_from_two_shorter_ones() -> None:
 
 
 def test_a_log_survives_json() -> None:
-    assert CostLog.from_json(json.loads(json.dumps(log(3).to_json()))) == log(3)
-    assert len(log(3).to_json()["ops"]) == 3  # each distinct op once, however many passes have it
+    assert CostLog.load(json_bytes(log(3).stored)) == log(3)
+    assert len(log(3).stored.ops) == 3  # each distinct op once, however many passes have it

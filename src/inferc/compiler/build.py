@@ -218,7 +218,7 @@ class _Build:
         costs = CostRecorder()
         ranks = self._lower(program, certifier, costs)
         first = ranks[0].program
-        self.writer.add(COSTS, json_bytes(costs.log(first).to_json()))
+        self.writer.add(COSTS, json_bytes(costs.log(first).stored))
         stages = [each.program for each in ranks if (each.tp_rank, each.ep_rank) == (0, 0)]
         self.kernels = _kernel_rows(stages, self.lower_config)
         weights = {each.prefix + name: weight for each in ranks for name, weight in each.program.weights.items()}

@@ -7,12 +7,16 @@ makes the table from a Program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from inferc.cost.devices import Device
+from inferc.manifest_types import read_typed
 
 # A formula maps quantities to coefficients, in a fixed order so that equal costs are equal keys. The quantities are:
 #   1                       a constant
@@ -122,8 +126,18 @@ class PassCost:
     ops: Mapping[OpCost, int]  # how often each op cost occurs
 
 
-@dataclass(frozen=True)
-class ModelFacts:
+class CachedLayers(Struct, frozen=True, forbid_unknown_fields=True):
+    """A group of layers whose K and V are alike: how many there are, and the bytes that all of them cache per token."""
+
+    kind: str
+    layers: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    bytes_per_token: int
+
+
+class ModelFacts(Struct, frozen=True, forbid_unknown_fields=True):
     """The facts of a model that do not depend on the device it runs on."""
 
     model_type: str
@@ -133,10 +147,39 @@ class ModelFacts:
     num_parameters: int
     max_model_len: int
     weights_bytes: int
-    # Each KV group has the keys kind, layers (how many), num_kv_heads, head_dim, window and bytes_per_token.
-    kv_groups: tuple[dict[str, Any], ...]
+    kv_groups: tuple[CachedLayers, ...]
     kv_bytes_per_token: int
     kv_bytes_per_token_ungrouped: int  # as if every query head had K and V of its own (no GQA)
+
+
+class StoredOp(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """An `OpCost` whose formulas are written as tables."""
+
+    op: str
+    dtype: str
+    kernel: str = ""
+    weights: dict[str, int] = {}
+    cache: dict[str, int] = {}
+    activations: dict[str, int] = {}
+    flops: dict[str, int] = {}
+
+
+class StoredPass(Struct, frozen=True, forbid_unknown_fields=True):
+    """A `PassCost` whose ops are pairs: the index of an op, and how often it occurs."""
+
+    name: str
+    rewrites: int
+    nodes_before: int
+    nodes_after: int
+    ops: list[tuple[Annotated[int, Meta(ge=0)], int]]
+
+
+class StoredCosts(Struct, frozen=True, forbid_unknown_fields=True):
+    """The contents of graph/costs.json: a `CostLog` in which each distinct op is written once."""
+
+    facts: ModelFacts
+    ops: list[StoredOp]
+    programs: Annotated[list[StoredPass], Meta(min_length=1)]  # as captured, and after every pass
 
 
 @dataclass(frozen=True)
@@ -151,39 +194,50 @@ class CostLog:
     def last(self) -> PassCost:
         return (self.captured, *self.passes)[-1]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON-able data in which each distinct op is written once; `from_json` reads it back."""
+    @property
+    def stored(self) -> StoredCosts:
+        """The costs as the artifact has them; `load` reads them back."""
         everything = (self.captured, *self.passes)
         ops = {op: index for index, op in enumerate(dict.fromkeys(op for row in everything for op in row.ops))}
-        rows = [{**_header(row), "ops": [[ops[op], count] for op, count in row.ops.items()]} for row in everything]
-        return {"facts": asdict(self.facts), "ops": [_op_json(op) for op in ops], "programs": rows}
+        rows = [
+            StoredPass(
+                row.name,
+                row.rewrites,
+                row.nodes_before,
+                row.nodes_after,
+                [(ops[op], count) for op, count in row.ops.items()],
+            )
+            for row in everything
+        ]
+        return StoredCosts(self.facts, [_stored_op(op) for op in ops], rows)
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> CostLog:
-        ops = [_op_load(op) for op in data["ops"]]
-        captured, *passes = (
-            PassCost(**{**row, "ops": {ops[index]: count for index, count in row["ops"]}}) for row in data["programs"]
-        )
-        facts = ModelFacts(**{**data["facts"], "kv_groups": tuple(data["facts"]["kv_groups"])})
-        return CostLog(facts, captured, tuple(passes))
-
-
-def _header(row: PassCost) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in ("name", "rewrites", "nodes_before", "nodes_after")}
+    def load(data: bytes) -> CostLog:
+        """Return the costs that a file holds. Raises ValueError, naming the field, for a file of another form."""
+        stored = read_typed(data, StoredCosts)
+        ops = [_op_cost(op) for op in stored.ops]
+        captured, *passes = (_pass_cost(row, ops) for row in stored.programs)
+        return CostLog(stored.facts, captured, tuple(passes))
 
 
 FORMULAS = ("weights", "cache", "activations", "flops")
 
 
-def _op_json(op: OpCost) -> dict[str, Any]:
-    formulas = {name: dict(getattr(op, name)) for name in FORMULAS if getattr(op, name)}
-    kernel = {"kernel": op.kernel} if op.kernel else {}
-    return {"op": op.op, "dtype": op.dtype, **kernel, **formulas}
+def _stored_op(op: OpCost) -> StoredOp:
+    return StoredOp(op.op, op.dtype, op.kernel, *(dict(getattr(op, name)) for name in FORMULAS))
 
 
-def _op_load(data: Mapping[str, Any]) -> OpCost:
-    formulas = {name: tuple(data[name].items()) for name in FORMULAS if name in data}
-    return OpCost(data["op"], data["dtype"], **formulas, kernel=data.get("kernel", ""))
+def _op_cost(stored: StoredOp) -> OpCost:
+    formulas = {name: tuple(getattr(stored, name).items()) for name in FORMULAS}
+    return OpCost(stored.op, stored.dtype, **formulas, kernel=stored.kernel)
+
+
+def _pass_cost(stored: StoredPass, ops: Sequence[OpCost]) -> PassCost:
+    for index, _ in stored.ops:
+        if index >= len(ops):
+            raise ValueError(f"programs: {stored.name} names op {index} of {len(ops)}")
+    counts = {ops[index]: count for index, count in stored.ops}
+    return PassCost(stored.name, stored.rewrites, stored.nodes_before, stored.nodes_after, counts)
 
 
 # ------------------------------------------------------------------------------------------------- prediction
@@ -254,16 +308,14 @@ def extended(short: CostLog, longer: CostLog, times: int) -> CostLog:
         ops = {op: scaled(first.ops.get(op, 0), second.ops.get(op, 0)) for op in distinct}
         return PassCost(first.name, **counts, ops={op: count for op, count in ops.items() if count})
 
-    def groups(first: Iterable[dict[str, Any]], second: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-        counted = ("layers", "bytes_per_token")
-        return tuple(
-            {**one, **{key: scaled(one[key], two[key]) for key in counted}}
-            for one, two in zip(first, second, strict=True)
-        )
+    def group(one: CachedLayers, two: CachedLayers) -> CachedLayers:
+        size = scaled(one.bytes_per_token, two.bytes_per_token)
+        return replace(one, layers=scaled(one.layers, two.layers), bytes_per_token=size)
 
     few, many = short.facts, longer.facts
     counted = ("num_layers", "num_parameters", "weights_bytes", "kv_bytes_per_token", "kv_bytes_per_token_ungrouped")
-    facts = {**asdict(many), **{name: scaled(getattr(few, name), getattr(many, name)) for name in counted}}
-    facts["kv_groups"] = groups(few.kv_groups, many.kv_groups)
+    sizes = {name: scaled(getattr(few, name), getattr(many, name)) for name in counted}
+    groups = tuple(group(*pair) for pair in zip(few.kv_groups, many.kv_groups, strict=True))
+    facts = replace(many, kv_groups=groups, **sizes)
     rows = [row(*pair) for pair in zip(short.passes, longer.passes, strict=True)]
-    return CostLog(ModelFacts(**facts), row(short.captured, longer.captured), tuple(rows))
+    return CostLog(facts, row(short.captured, longer.captured), tuple(rows))

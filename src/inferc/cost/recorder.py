@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from inferc.cost.formulas import CostLog, ModelFacts, PassCost
+from inferc.cost.formulas import CachedLayers, CostLog, ModelFacts, PassCost
 from inferc.cost.ops import program_costs
 from inferc.ir.program import MASK_KINDS, Program, target_name
 
@@ -17,7 +17,7 @@ class CostRecorder:
 
     def __init__(self) -> None:
         self.rows: list[PassCost] = []
-        self.groups: tuple[dict[str, Any], ...] = ()
+        self.groups: tuple[CachedLayers, ...] = ()
         self.ungrouped = 0
         self.cached = 0  # the bytes per token of the paged KV cache, 0 before there is one
 
@@ -41,7 +41,7 @@ class CostRecorder:
         """Return the recorded costs, with the facts of the model whose program was lowered."""
         info = program.info
         groups = tuple(
-            _group(
+            CachedLayers(
                 group.kind, len(group.layers), group.num_kv_heads, group.head_dim, group.window, group.bytes_per_token
             )
             for group in program.kv_groups
@@ -56,13 +56,13 @@ class CostRecorder:
             max_model_len=info["max_model_len"],
             weights_bytes=sum(weight.num_bytes for weight in set(program.weights.values())),
             kv_groups=groups,
-            kv_bytes_per_token=sum(group["bytes_per_token"] for group in groups),
+            kv_bytes_per_token=sum(group.bytes_per_token for group in groups),
             kv_bytes_per_token_ungrouped=self.ungrouped,
         )
         return CostLog(facts, self.rows[0], tuple(self.rows[1:]))
 
 
-def _attention_groups(program: Program) -> tuple[tuple[dict[str, Any], ...], int]:
+def _attention_groups(program: Program) -> tuple[tuple[CachedLayers, ...], int]:
     """Return the KV groups that unpaged attention needs, and the bytes per token without sharing of K and V.
 
     Without sharing, each query head has K and V of its own.
@@ -78,12 +78,7 @@ def _attention_groups(program: Program) -> tuple[tuple[dict[str, Any], ...], int
         found[MASK_KINDS[mask], int(k.shape[axis]), int(k.shape[-1]), int(window), sizes * k.dtype.itemsize] += 1
         ungrouped += int(q.shape[axis]) * sizes * k.dtype.itemsize
     groups = (
-        _group(kind, layers, heads, dim, window, layers * heads * of_head)
+        CachedLayers(kind, layers, heads, dim, window, layers * heads * of_head)
         for (kind, heads, dim, window, of_head), layers in found.items()
     )
     return tuple(groups), ungrouped
-
-
-def _group(kind: str, layers: int, num_kv_heads: int, head_dim: int, window: int, size: int) -> dict[str, Any]:
-    names = ("kind", "layers", "num_kv_heads", "head_dim", "window", "bytes_per_token")
-    return dict(zip(names, (kind, layers, num_kv_heads, head_dim, window, size), strict=True))

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from inferc.cost.devices import Device
 from inferc.cost.formulas import CostLog, ModelFacts, OpCost, PassCost, Step, predict
 from inferc.errors import ConfigError
@@ -71,7 +73,7 @@ def report(costs: CostLog, device: Device, workload: Workload) -> dict[str, Any]
     """
     facts = costs.facts
     return {
-        "model": {key: value for key, value in asdict(facts).items() if not key.startswith("kv_")},
+        "model": {key: value for key, value in msgspec.structs.asdict(facts).items() if not key.startswith("kv_")},
         "device": _device(device, facts.dtype),
         "workload": asdict(workload),
         "kv": _kv(facts, device, workload.context),
@@ -100,13 +102,12 @@ def _kv(facts: ModelFacts, device: Device, context: int) -> dict[str, Any]:
     per_token, ungrouped = facts.kv_bytes_per_token, facts.kv_bytes_per_token_ungrouped
     # Blocks outside the window return to the pool, so layers with a window never hold more than the window.
     held = sum(
-        int(group["bytes_per_token"]) * (min(context, int(group["window"])) if group["window"] else context)
-        for group in facts.kv_groups
+        group.bytes_per_token * (min(context, group.window) if group.window else context) for group in facts.kv_groups
     )
     free = device.memory_bytes - facts.weights_bytes
     fit = None if not facts.weights_bytes or not held else max(0, free // held)
     return {
-        "groups": list(facts.kv_groups),
+        "groups": msgspec.to_builtins(facts.kv_groups),
         "bytes_per_token": per_token,
         "context": context,
         "bytes_at_context": held,
