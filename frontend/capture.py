@@ -27,7 +27,7 @@ def capture(
     """Load `model` (folder, hub id, transformers causal LM, or the result of `load`) and capture it, checked.
 
     dtype is that of activations and weights. max_model_len (in tokens; by default what the model was trained for) fixes
-    a rope that depends on length (see trace/rope.py); `info["rope"]` and a warning then tell so. With `check`, a small
+    a rope that depends on length (see trace/rope.py); `info.rope` and a warning then tell so. With `check`, a small
     random copy must give the logits of the reference, and a module those of its class and config (see check.py).
 
     The last captures are kept, so that compiling a model for several targets traces it once. Modules in memory are
@@ -41,7 +41,7 @@ def capture(
     kept = _KEPT.get(key, check)
     program = kept or export_model(checkpoint, dtype, max_model_len)
     if check:
-        warn_of_fixed_rope(program.info["rope"])
+        warn_of_fixed_rope(program.info.rope)
         if kept is None:
             check_module(checkpoint)
             check_capture(program, checkpoint, max_model_len)

@@ -56,7 +56,7 @@ def check_capture(program: Program, checkpoint: Checkpoint, max_model_len: int |
         model, reader = own
         _check_positions(model, checkpoint.name)
         fix_rope(model, length)
-        _check_logits(program, reader, model, program.info["num_attention_layers"], checkpoint.name)
+        _check_logits(program, reader, model, program.info.num_attention_layers, checkpoint.name)
         log.info("capture of %s checked on other weights", checkpoint.name)
         return
     num_layers = distinct_prefix(program)
@@ -110,7 +110,7 @@ def random_copy(
 
 def check_attention_count(program: Program, where: str) -> None:
     """Raise ExportError unless every layer has exactly one attention node."""
-    expected = program.info["num_attention_layers"]
+    expected = program.info.num_attention_layers
     layers = Counter(node.meta["layer"] for node in program.graph.nodes if _is(node, "inferc.attention"))
     found = {layer: layers.get(layer, 0) for layer in range(expected) if layers.get(layer, 0) != 1}
     outside = sum(count for layer, count in layers.items() if layer not in range(expected))
@@ -150,7 +150,7 @@ def distinct_prefix(program: Program) -> int:
 
 def layer_nodes(program: Program) -> dict[int, list[fx.Node]]:
     """Return the call nodes of each layer, in order."""
-    layers: dict[int, list[fx.Node]] = {layer: [] for layer in range(program.info["num_attention_layers"])}
+    layers: dict[int, list[fx.Node]] = {layer: [] for layer in range(program.info.num_attention_layers)}
     for node in program.graph.nodes:
         if node.op == "call_function" and node.meta["layer"] is not None:
             layers[node.meta["layer"]].append(node)
@@ -239,8 +239,8 @@ def _small_model(checkpoint: Checkpoint, num_layers: int, parts: int = 1) -> Any
 
 def _is_small(program: Program) -> bool:
     """Tell whether running the whole model costs less than capturing a copy, which would be in float32 too."""
-    few = program.info["num_parameters"] <= MAX_PARAMETERS and _widest_window(program) <= MAX_OWN_WINDOW
-    return few and program.info["dtype"] == "float32"
+    few = program.info.num_parameters <= MAX_PARAMETERS and _widest_window(program) <= MAX_OWN_WINDOW
+    return few and program.info.dtype == "float32"
 
 
 def _other_weights(program: Program, checkpoint: Checkpoint) -> tuple[Any, TensorDictReader] | None:
@@ -370,7 +370,7 @@ def _op(node: fx.Node) -> str:
 
 def _check_logits(small: Program, reader: TensorDictReader, model: Any, num_layers: int, where: str) -> None:
     num_tokens = max(NUM_TOKENS, _widest_window(small) + 9)
-    token_ids, positions = _example(model, num_tokens, small.info["max_model_len"])
+    token_ids, positions = _example(model, num_tokens, small.info.max_model_len)
     expected = _run_eager(model, token_ids, positions)
     values = {name: weight_lib.read_whole(weight, reader) for name, weight in small.weights.items()}
     inputs = {"token_ids": token_ids, "positions": positions}

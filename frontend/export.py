@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from inferc.config import ContextLength
@@ -23,6 +24,7 @@ from inferc.frontend.trace.eager_attention import capture_eager_attention
 from inferc.frontend.trace.position_tables import simplify_position_tables
 from inferc.frontend.trace.positions import first_position
 from inferc.frontend.trace.rope import Overrides, fix_rope, longest_context
+from inferc.ir.model_info import ModelInfo
 from inferc.ir.program import Program, name_of, named_arguments
 
 aten = torch.ops.aten
@@ -55,30 +57,29 @@ def export_model(checkpoint: Checkpoint, dtype: str = "bfloat16", max_model_len:
     _refuse_choices(program, checkpoint)
     capture_eager_attention(program)
     simplify_position_tables(program)
-    program.info = model_info(checkpoint, model, dtype, length)
-    program.info.update(rope=ropes, ignored_tensors=binding.ignored)
-    program.num_layers = program.info["num_attention_layers"]
+    facts = model_info(checkpoint, model, dtype, length)
+    program.info = replace(facts, rope=ropes, ignored_tensors=binding.ignored)
+    program.num_layers = program.info.num_attention_layers
     _require_positions(program, checkpoint)
     return program
 
 
-def model_info(checkpoint: Checkpoint, model: Any, dtype: str, max_model_len: int) -> dict[str, Any]:
-    """Return the facts of the model that later stages need, as values that JSON can hold."""
+def model_info(checkpoint: Checkpoint, model: Any, dtype: str, max_model_len: int) -> ModelInfo:
+    """Return the facts of the model that later stages need."""
     config = checkpoint.config
-    return {
-        "model_type": config.model_type,
-        "architecture": checkpoint.model_class.__name__,
-        "vocab_size": int(config.vocab_size),
-        "hidden_size": int(config.hidden_size),
-        "num_attention_layers": int(config.num_hidden_layers),
-        # with the positions that its rope scaling adds
-        "max_position_embeddings": max(context_length(config).trained or 0, max_model_len),
-        "max_model_len": max_model_len,
-        "dtype": dtype,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "tied_embeddings": model.get_input_embeddings().weight
-        is getattr(model.get_output_embeddings(), "weight", None),
-    }
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    return ModelInfo(
+        model_type=config.model_type,
+        architecture=checkpoint.model_class.__name__,
+        vocab_size=int(config.vocab_size),
+        hidden_size=int(config.hidden_size),
+        num_attention_layers=int(config.num_hidden_layers),
+        max_position_embeddings=max(context_length(config).trained or 0, max_model_len),
+        max_model_len=max_model_len,
+        dtype=dtype,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        tied_embeddings=model.get_input_embeddings().weight is head,
+    )
 
 
 def context_length(config: Any) -> ContextLength:

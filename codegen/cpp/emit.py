@@ -222,7 +222,7 @@ def sample_row_bytes(vocab_size: int) -> int:
 def _partial_bytes(program: Program) -> int:
     """Return the bytes per thread for the splits of two pieces of decode attention over the longest context."""
     most = 0
-    splits = -(-int(program.info["max_model_len"]) // KEY_SPLIT)
+    splits = -(-program.info.max_model_len // KEY_SPLIT)
     for node in program.graph.nodes:
         if node.op == "call_function" and target_name(node.target) in ATTENTIONS:
             _, heads, dim = (int(size) if index else 0 for index, size in enumerate(node.meta["val"].shape))

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from inferc.errors import UnsupportedError
 from inferc.frontend.trace.buffers import initial_buffers
+from inferc.ir.model_info import FixedRope
 
 log = logging.getLogger(__name__)
 
 Overrides = dict[str, Tensor]  # buffer name -> its fixed value, on the CPU
 
 
-def fix_rope(model: Any, max_model_len: int) -> tuple[Overrides, list[dict[str, Any]]]:
+def fix_rope(model: Any, max_model_len: int) -> tuple[Overrides, list[FixedRope]]:
     """Fix every length-dependent rope of `model`, in place, for sequences of up to `max_model_len` tokens.
 
     Returns the values of its frequency buffers and a record of each: module, kind, length, and up to which length
@@ -55,27 +56,25 @@ def fix_rope(model: Any, max_model_len: int) -> tuple[Overrides, list[dict[str, 
             if not getattr(module, buffer).is_meta:
                 getattr(module, buffer).copy_(value)
             differs = unscaled if max_model_len > unscaled else 0
-            records.append(
-                {"module": path, "kind": str(kind), "max_model_len": max_model_len, "differs_up_to": differs}
-            )
+            records.append(FixedRope(path, str(kind), max_model_len, differs))
             by_layer[layer_type] = "default"  # the forward pass then leaves the buffer alone
         module.rope_type = by_layer if isinstance(kinds, dict) else by_layer[None]
     return overrides, records
 
 
-def warn_of_fixed_rope(records: list[dict[str, Any]]) -> None:
+def warn_of_fixed_rope(records: list[FixedRope]) -> None:
     """Warn which sequences get other frequencies than transformers would give them; records are those of `fix_rope`."""
     for record in records:
-        if record["differs_up_to"]:
-            what = "longrope's long factors" if record["kind"] == "longrope" else f"{record['kind']} rope's scaling"
+        if record.differs_up_to:
+            what = "longrope's long factors" if record.kind == "longrope" else f"{record.kind} rope's scaling"
             log.warning(
                 "%s: %s for %d tokens is used for all lengths, where transformers' depends on the length;"
                 " for sequences up to %d tokens compile with --max-model-len %d",
-                record["module"],
+                record.module,
                 what,
-                record["max_model_len"],
-                record["differs_up_to"],
-                record["differs_up_to"],
+                record.max_model_len,
+                record.differs_up_to,
+                record.differs_up_to,
             )
 
 

@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 from torch import fx
 
 from inferc.errors import ConfigError, UnsupportedError
@@ -58,7 +59,7 @@ def partition_experts(
                 _check(node, placement, num_experts, ep)
                 _place(own, node, placement, rank, ep, exchange)
             own.drop_unused()
-        own.info = {**own.info, "ep_rank": rank, "ep_size": ep}
+        own.info = replace(own.info, ep_rank=rank, ep_size=ep)
         made.append(own)
     return made
 

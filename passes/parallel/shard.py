@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+from msgspec.structs import replace
 from torch import fx
 
 from inferc.errors import UnsupportedError
@@ -45,7 +46,7 @@ def shard_tensors(program: Program, tp: int) -> list[Program]:
         if tp > 1:
             split_columns(own)
             _Sharder(own, rank, tp).run()
-        own.info = {**own.info, "tp_rank": rank, "tp_size": tp}
+        own.info = replace(own.info, tp_rank=rank, tp_size=tp)
         made.append(own)
     return made
 

@@ -58,7 +58,7 @@ def is_weight(node: Any) -> bool:
 def find_head(program: Program) -> fx.Node | None:
     """Return the LM head: the linear from which the program's only result is computed by elementwise ops alone."""
     results = program.output().all_input_nodes
-    node = results[0] if len(results) == 1 and "hidden_out" not in program.info else None
+    node = results[0] if len(results) == 1 and program.info.hidden_out is not True else None
     while node is not None and node.target in ELEMENTWISE:
         rows = [each for each in node.all_input_nodes if each.op == "call_function"]
         node = rows[0] if len(rows) == 1 else None

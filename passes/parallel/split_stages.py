@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from msgspec.structs import replace
 from torch import fx
 
 from inferc.errors import UnsupportedError
@@ -111,9 +112,9 @@ def _keep(program: Program, stages: Stage, stage: int, pp: int) -> None:
     if leaving is not None:
         output.args = ((leaving,),)
         output.meta["val"] = (leaving.meta["val"],)
-        program.info = {**program.info, "hidden_out": True}
+        program.info = replace(program.info, hidden_out=True)
     program.drop_unused()
-    program.info = {**program.info, "pp_stage": stage, "pp_size": pp}
+    program.info = replace(program.info, pp_stage=stage, pp_size=pp)
 
 
 def _crossing(stages: Stage, stage: int) -> fx.Node:

@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from msgspec.structs import replace
 from torch import fx
 
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import Program, arguments, named_arguments
 from inferc.ir.weights import Weight
+from inferc.manifest_types import Quantization
 from inferc.passes.quantize.schemes import Scheme
 from inferc.passes.rewrite import infer_types, no_rewrite
 
@@ -83,7 +85,7 @@ class Quantize:
     name: str = "quantize"
 
     def __call__(self, program: Program) -> int:
-        """Quantize the products, and record the scheme, the counts and the reasons in `program.info["quantization"]`.
+        """Quantize the products, and record the scheme, the counts and the reasons in `program.info`.
 
         The artifact keeps that record.
         """
@@ -105,8 +107,8 @@ class Quantize:
                 run.embedding(node)
         if run.count:
             program.drop_unused()
-        done = {"scheme": self.scheme.name, "products": run.count, "kept": dict(run.kept)}
-        program.info = {**program.info, "quantization": done}  # not in place: programs of other ranks share it
+        done = Quantization(self.scheme.name, run.count, dict(run.kept))
+        program.info = replace(program.info, quantization=done)
         kept = ", ".join(f"{what} ({count})" for what, count in run.kept.items())
         log.info("%s %s: %d products quantized; not: %s", self.name, self.scheme.name, run.count, kept or "nothing")
         return run.count

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from inferc.ir.program import Program
+from inferc.manifest_types import Quantization
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ KV_INT8 = Budget("kv_int8", max_kl=0.01, min_top1=0.9)
 def budgets_of(program: Program) -> list[Budget]:
     """Return the error budgets of the lossy passes that a program has been through, in pass order."""
     found = [KV_INT8] if any(group.dtype == torch.int8 for group in program.kv_groups) else []
-    done = program.info.get("quantization", {"products": 0})
-    return [*found, SCHEMES[done["scheme"]].budget] if done["products"] else found
+    done = program.info.quantization
+    return [*found, SCHEMES[done.scheme].budget] if isinstance(done, Quantization) and done.products else found
 
 
 def together(budgets: Sequence[Budget]) -> Budget:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -26,6 +27,7 @@ from inferc.frontend.export import context_length, export_model
 from inferc.frontend.reference import reference_logits, reference_model
 from inferc.ir import program as program_lib
 from inferc.ir import weights as weight_lib
+from inferc.ir.model_info import ModelInfo
 from inferc.ir.program import Program, target_name
 
 ALL = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
@@ -94,9 +96,10 @@ def test_conventions(llama: tuple[Checkpoint, Program]) -> None:
     vals = [node.meta["val"] for node in program.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
     assert {str(val.device) for val in vals} == {"cpu"}
     (logits,) = program.output().all_input_nodes
-    assert logits.meta["val"].shape[2] == program.info["vocab_size"]
+    assert logits.meta["val"].shape[2] == program.info.vocab_size
     expected = {"model_type": "llama", "hidden_size": 64, "num_attention_layers": 2, "max_position_embeddings": 256}
-    assert {**program.info, **expected, "max_model_len": 128, "dtype": "bfloat16", "rope": []} == program.info
+    known = {**expected, "max_model_len": 128, "dtype": "bfloat16", "rope": []}
+    assert msgspec.structs.replace(program.info, **known) == program.info
     assert program.num_layers == 2
 
 
@@ -120,7 +123,7 @@ def test_a_module_gives_the_program_of_its_folder(llama: tuple[Checkpoint, Progr
 def test_tied_weights_keep_one_name(tmp_path: Path) -> None:
     checkpoint = load(make_random_model("qwen2", tmp_path / "m", tie_word_embeddings=True, num_hidden_layers=1))
     program = export_model(checkpoint, "float32")
-    assert program.info["tied_embeddings"]
+    assert program.info.tied_embeddings
     assert "lm_head.weight" not in program.weights
     (head,) = [node for node in nodes_of(program, "aten.linear") if node.meta["name"].startswith("lm_head")]
     assert str(head.args[1].target) == "embed_tokens.weight"  # type: ignore[union-attr]
@@ -252,7 +255,7 @@ def test_a_head_that_is_stored_decides_each_time(tmp_path: Path) -> None:
     save_file(
         {**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1}, other / "model.safetensors", {"format": "pt"}
     )
-    found = [capture(folder, "float32", 64, check=False).info["tied_embeddings"] for folder in (equal, other, equal)]
+    found = [capture(folder, "float32", 64, check=False).info.tied_embeddings for folder in (equal, other, equal)]
     assert found == [True, False, True]
 
 
@@ -271,7 +274,7 @@ def test_what_was_captured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     first = capture(folder, "float32", 64, check=False)
     text = json.dumps(program_lib.to_json(first))
     first.graph.eliminate_dead_code()
-    first.info.clear()
+    first.info = ModelInfo()
     assert json.dumps(program_lib.to_json(capture(folder, "float32", 64, check=False))) == text and len(traced) == 1
     capture(folder, "float32", 64)
     assert len(traced) == 2, "now it is checked, which takes no copy of a model as small as this in float32"

@@ -9,6 +9,7 @@ import torch
 from graphs import example, random, rows
 
 from inferc.ir import weights as weight_lib
+from inferc.ir.model_info import ModelInfo
 from inferc.ir.program import KVGroup, find_target, from_json, target_name, to_json
 from inferc.passes.verify import verify
 
@@ -50,7 +51,7 @@ def test_json_restores_the_program() -> None:
     made = example(graph, {"x": rows(8), "y": rows(8, seed=1)}, {"w": random(8, 8)})
     program = made.program
     program.kv_groups = (KVGroup("window", (0, 2), 2, 16, 8, torch.bfloat16),)
-    program.block_size, program.num_layers, program.info = 16, 3, {"vocab_size": 9}
+    program.block_size, program.num_layers, program.info = 16, 3, ModelInfo(vocab_size=9)
     program.weights["w"] = weight_lib.cast(program.weights["w"], torch.float32)
     loaded = from_json(json.loads(json.dumps(to_json(program))))
     verify(loaded)

@@ -21,6 +21,7 @@ from inferc.codegen.cpp.emit import emit
 from inferc.codegen.cpp.table import KERNELS
 from inferc.codegen.select import needs_kernel, select
 from inferc.ir import weights as weight_lib
+from inferc.ir.model_info import ModelInfo
 from inferc.ir.program import KVGroup, Program, argument, dtype_name, new_program
 from inferc.manifest_types import KvGroup, StoredWeight
 from inferc.passes.rewrite import infer_type
@@ -198,7 +199,7 @@ def toy(shape: Shape) -> tuple[Program, dict[str, Tensor]]:
     logits = b(inferc.lm_head.default, hidden, head, None, name="logits")
     p.graph.output((hidden, logits))
     p.block_size, p.num_layers = s.block_size, s.layers
-    p.info = {"vocab_size": s.vocab, "max_model_len": s.max_positions}
+    p.info = ModelInfo(vocab_size=s.vocab, max_model_len=s.max_positions)
     choose(p)
     return p, b.tensors
 

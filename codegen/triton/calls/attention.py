@@ -104,7 +104,7 @@ def paged_attention_(node: fx.Node, values: Values) -> tuple[Call, ...]:
     )
     kind = hashlib.sha256(repr((heads, kv_heads, dim, mask, window)).encode()).hexdigest()[:6]
     group = values.cache_group(b.arg("kv_cache"))
-    cells = attention_plan.invariant_cells(mask, window, int(values.program.info["max_model_len"]))
+    cells = attention_plan.invariant_cells(mask, window, values.program.info.max_model_len)
     prefix = [_prefix_attention(b, out, shape, group, kind)] if mask == "causal" and not has_alibi else []
     made = [
         *prefix,

@@ -305,7 +305,7 @@ class _Build:
     ) -> Certifier:
         self.report("run the reference", 0, 1)
         config = self.config
-        prompts = make_prompts(encode, int(program.info["vocab_size"]), config.max_model_len)
+        prompts = make_prompts(encode, program.info.vocab_size, config.max_model_len)
         return Certifier(
             checkpoint,
             config.dtype,
@@ -352,9 +352,21 @@ class _Build:
 
     def _model(self, program: Program, quantization: Quantization | None) -> Model:
         """Return the facts that the runtime needs of the model."""
-        defaults = self.generation
+        defaults, info = self.generation, program.info
         return Model(
-            **{**program.info, "quantization": quantization},
+            model_type=info.model_type,
+            architecture=info.architecture,
+            vocab_size=info.vocab_size,
+            hidden_size=info.hidden_size,
+            num_attention_layers=info.num_attention_layers,
+            max_position_embeddings=info.max_position_embeddings,
+            max_model_len=info.max_model_len,
+            dtype=info.dtype,
+            num_parameters=info.num_parameters,
+            tied_embeddings=info.tied_embeddings,
+            rope=info.rope,
+            ignored_tensors=info.ignored_tensors,
+            quantization=quantization,
             bos_token_id=defaults.get("bos_token_id"),
             eos_token_ids=eos_token_ids(defaults),
             generation=defaults,
@@ -388,14 +400,14 @@ def _ranks(config: CompileConfig) -> Ranks:
 
 def _quantization(stages: Sequence[Program]) -> Quantization | None:
     """Return what the pass `quantize` reports, summed over all pipeline stages."""
-    done = [program.info["quantization"] for program in stages if "quantization" in program.info]
+    found = [program.info.quantization for program in stages]
+    done = [each for each in found if isinstance(each, Quantization)]
     if not done:
         return None
     kept: Counter[str] = Counter()
     for each in done:
-        kept.update(each["kept"])
-    products = sum(each["products"] for each in done)
-    return Quantization(done[0]["scheme"], products, dict(kept))
+        kept.update(each.kept)
+    return Quantization(done[0].scheme, sum(each.products for each in done), dict(kept))
 
 
 def _kernel_rows(programs: Sequence[Program], config: LowerConfig) -> list[KernelRow]:

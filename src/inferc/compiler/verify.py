@@ -52,7 +52,7 @@ def verify(out: Path, model: str, report: Progress) -> dict[str, Any]:
     certifier = Certifier(
         checkpoint,
         dtype,
-        make_prompts(encode, int(program.info["vocab_size"]), max_model_len),
+        make_prompts(encode, program.info.vocab_size, max_model_len),
         "the model itself",
         max_model_len=max_model_len,
         allow_drift=True,

@@ -48,12 +48,12 @@ class CostRecorder:
         )
         groups = groups or self.groups
         facts = ModelFacts(
-            model_type=info["model_type"],
-            architecture=info["architecture"],
-            dtype=info["dtype"],
+            model_type=info.model_type,
+            architecture=info.architecture,
+            dtype=info.dtype,
             num_layers=program.num_layers,
-            num_parameters=info["num_parameters"],
-            max_model_len=info["max_model_len"],
+            num_parameters=info.num_parameters,
+            max_model_len=info.max_model_len,
             weights_bytes=sum(weight.num_bytes for weight in set(program.weights.values())),
             kv_groups=groups,
             kv_bytes_per_token=sum(group.bytes_per_token for group in groups),

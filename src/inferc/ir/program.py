@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
@@ -31,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from inferc import kv_groups as kv_pools
 from inferc.ir import ops as _ops  # noqa: F401  (defines torch.ops.inferc)
 from inferc.ir import weights as weight_lib
+from inferc.ir.model_info import ModelInfo
 from inferc.ir.weights import Weight
 
 MASK_KINDS = {"causal": "full", "sliding": "window", "chunked": "chunk"}
@@ -87,7 +89,7 @@ class Program:
     num_layers: int = 0
     kv_groups: tuple[KVGroup, ...] = ()
     block_size: int = 0  # 0 until the KV cache rewrite
-    info: dict[str, Any] = field(default_factory=dict)  # facts of the model that passes need (vocab_size, …)
+    info: ModelInfo = ModelInfo()  # noqa: RUF009 (frozen)
     types: dict[Any, Any] = field(default_factory=dict, repr=False)  # result types of calls, cached by passes.rewrite
 
     def inputs(self) -> list[fx.Node]:
@@ -324,7 +326,7 @@ def to_json(program: Program) -> dict[str, Any]:
         "name": program.name,
         "num_layers": program.num_layers,
         "block_size": program.block_size,
-        "info": program.info,
+        "info": msgspec.to_builtins(program.info),
         "kv_groups": groups,
         "symbols": {str(symbol): int(value) for symbol, value in _hints(program).items()},
         "weights": {name: weight_lib.to_json(weight) for name, weight in program.weights.items()},
@@ -334,7 +336,8 @@ def to_json(program: Program) -> dict[str, Any]:
 
 def from_json(data: dict[str, Any]) -> Program:
     program = new_program(data["name"])
-    program.num_layers, program.block_size, program.info = data["num_layers"], data["block_size"], data["info"]
+    program.num_layers, program.block_size = data["num_layers"], data["block_size"]
+    program.info = msgspec.convert(data["info"], ModelInfo)
     program.kv_groups = tuple(
         KVGroup(**{**group, "layers": tuple(group["layers"]), "dtype": getattr(torch, group["dtype"])})
         for group in data["kv_groups"]

@@ -171,7 +171,7 @@ def run_partitioned(
     width = -(-longest // stages[0][0].block_size)
     num_blocks = 1 + len(prompts) * width
     ranks = [[_RankOfBatch(program, reader, num_blocks) for program in stage] for stage in stages]
-    group = "ep" if "ep_rank" in stages[0][0].info else "tp"
+    group = "ep" if isinstance(stages[0][0].info.ep_rank, int) else "tp"
     out: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, longest, chunk_size):
         seqs = [seq for seq, prompt in enumerate(prompts) if start < len(prompt)]

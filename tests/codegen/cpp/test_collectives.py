@@ -44,7 +44,7 @@ class CompiledRank(Compiled):
         self.unit = emit(program, plan.values, plan.arena.pools)
         self.libraries = build_program(self.unit, self.isas)
         self.tensors = {name: weight_lib.read_whole(weight, reader) for name, weight in program.weights.items()}
-        self.finish(program.block_size, int(program.info["max_model_len"]), int(program.info["vocab_size"]))
+        self.finish(program.block_size, program.info.max_model_len, program.info.vocab_size)
 
 
 def logits_of(ranks: list[RankProgram], reader: Any, group: str) -> list[Tensor]:

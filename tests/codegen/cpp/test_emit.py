@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -175,7 +176,7 @@ def test_scratch_is_for_the_contexts_that_are_served() -> None:
     """Not for all that the model was made for."""
     program, where, pools = with_places(Shape(max_positions=1 << 17))
     whole = emit(program, where, pools).arena.per_thread
-    program.info |= {"max_model_len": 2048, "max_position_embeddings": 1 << 17}
+    program.info = msgspec.structs.replace(program.info, max_model_len=2048, max_position_embeddings=1 << 17)
     served = emit(program, where, pools).arena.per_thread
     assert served == emit(*with_places(Shape(max_positions=2048))).arena.per_thread < whole
 

@@ -175,7 +175,7 @@ def test_layers_that_the_class_declares_ignorable_are_listed(tmp_path: Path) -> 
     tensors = load_file(folder / "model.safetensors")
     extra = "model.layers.61.eh_proj.weight"
     save_file({**tensors, extra: torch.zeros(4, 4)}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert export_model(load(folder), "float32").info["ignored_tensors"] == [extra]
+    assert export_model(load(folder), "float32").info.ignored_tensors == [extra]
     save_file({**tensors, extra.replace("61", "7"): torch.zeros(4, 4)}, folder / "model.safetensors")
     with pytest.raises(ArtifactError, match=r"tensor model.layers.7.eh_proj.weight has no use"):
         export_model(load(folder), "float32")

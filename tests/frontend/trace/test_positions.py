@@ -29,7 +29,7 @@ def test_the_first_position_is_the_classes_own(model_type: str, padding: int | N
 @pytest.mark.slow
 def test_a_table_of_positions_loses_the_rows_in_front(tmp_path: Path) -> None:
     program: Program = capture(make_odd_model("roberta", tmp_path / "m", num_hidden_layers=1), "float32")
-    assert program.info["max_model_len"] == 125
+    assert program.info.max_model_len == 125
     added = program.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor, sort=True)
     assert added[0].args == (program.input("positions"), 3)
 

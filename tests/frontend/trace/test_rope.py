@@ -18,6 +18,7 @@ from inferc.frontend.reference import reference_logits, reference_model
 from inferc.frontend.trace import torch_export as trace
 from inferc.frontend.trace.rope import fix_rope, longest_context
 from inferc.ir import weights as weight_lib
+from inferc.ir.model_info import FixedRope
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LONG = {
@@ -44,9 +45,8 @@ def test_dynamic_is_fixed_by_the_longest_sequence(tmp_path: Path) -> None:
         program = capture(checkpoint, "float32", length, check=not same)
         found = weight_lib.read_whole(program.weights["rotary_emb.inv_freq"], checkpoint.reader)
         assert torch.allclose(found, default_frequencies()) == same
-        record = {"module": "model.rotary_emb", "kind": "dynamic", "max_model_len": length}
-        assert program.info["rope"] == [{**record, "differs_up_to": 0 if same else 256}]
-        assert program.info["max_model_len"] == length
+        assert program.info.rope == [FixedRope("model.rotary_emb", "dynamic", length, 0 if same else 256)]
+        assert program.info.max_model_len == length
 
 
 @pytest.mark.parametrize(("length", "first"), [(64, 1.0), (65, 2.0)])
@@ -63,10 +63,10 @@ def test_longrope_takes_short_or_long_factors(length: int, first: float, tmp_pat
 def test_longrope_is_captured_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = checkpoint_with(LONG, tmp_path / "m")
     caplog.set_level(logging.WARNING, "torch.__trace")
-    assert capture(checkpoint, "float32", 64).info["rope"][0]["differs_up_to"] == 0
+    assert capture(checkpoint, "float32", 64).info.rope[0].differs_up_to == 0
     assert caplog.messages == []
     program = capture(checkpoint, "float32", 65)
-    assert program.info["rope"][0]["differs_up_to"] == 64
+    assert program.info.rope[0].differs_up_to == 64
     (warning,) = caplog.messages
     assert "longrope's long factors for 65 tokens is used for all lengths" in warning
     assert "for sequences up to 64 tokens compile with --max-model-len 64" in warning
@@ -86,7 +86,7 @@ def test_a_scale_that_depends_on_length_is_fixed_with_the_rope(length: int, scal
     fixed = reference_model(checkpoint, "float32", length)
     cos, _ = fixed.model.rotary_emb(torch.zeros(1), torch.zeros(1, 3, dtype=torch.long))
     assert float(cos.max()) == scale
-    assert program.info["rope"][0]["differs_up_to"] == (0 if length == 32 else 32)
+    assert program.info.rope[0].differs_up_to == (0 if length == 32 else 32)
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ import torch
 from graphs import TOKENS, Example, example, random
 from paged import IDS, model, run_paged
 
+from inferc.ir.model_info import ModelInfo
+from inferc.manifest_types import Quantization
 from inferc.passes.attention.page_kv_cache import PageKVCache
 from inferc.passes.fuse.rope_kv_write import fuse_rope_kv_write
 from inferc.passes.quantize.kv_cache import QuantizeKVCache
@@ -119,7 +121,7 @@ def test_budgets_of_what_a_program_went_through() -> None:
     assert budgets_of(made.program) == []
     QUANTIZE(made.program)
     assert budgets_of(made.program) == [KV_INT8]
-    made.program.info = {"quantization": {"scheme": "w8a8", "products": 3}}
+    made.program.info = ModelInfo(quantization=Quantization("w8a8", 3, {}))
     both = together(budgets_of(made.program))
     scheme = SCHEMES["w8a8"].budget
     assert both == replace(

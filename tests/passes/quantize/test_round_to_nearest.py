@@ -10,6 +10,7 @@ from torch import Tensor, ops
 from inferc import config
 from inferc.ir import program as program_lib
 from inferc.ir import weights as weight_lib
+from inferc.manifest_types import Quantization
 from inferc.passes.quantize.round_to_nearest import Quantize
 from inferc.passes.quantize.schemes import SCHEMES
 from inferc.passes.verify import verify
@@ -84,7 +85,7 @@ def test_int8_weights_of_projections() -> None:
     found = {name: str(weight) for name, weight in made.program.weights.items()}
     expected = {"qkv.int8": "int8_values(qkv)", "qkv.scale": "int8_scales(qkv)", "bias": "bias"}
     assert found == {**expected, "o.int8": "int8_values(o)", "o.scale": "int8_scales(o)"}
-    assert made.program.info["quantization"] == {"scheme": "int8", "products": 2, "kept": {}}
+    assert made.program.info.quantization == Quantization("int8", 2, {})
 
 
 def test_rows_that_several_products_read_are_quantized_once() -> None:
@@ -237,7 +238,7 @@ def test_projections_alone_are_in_fp8() -> None:
         assert 1e-3 < error < 0.05
     for others, reason, count in ((made_tied(), "embedding and LM head", 2), (made_experts(), "experts", 1)):
         others.check_untouched(fp8)
-        assert others.program.info["quantization"]["kept"] == {reason: count}
+        assert others.program.info.quantization == Quantization("fp8", 0, {reason: count})
 
 
 def test_what_stays_is_counted_with_the_reason() -> None:
@@ -262,8 +263,8 @@ def test_what_stays_is_counted_with_the_reason() -> None:
 
     made = example(traced, {"positions": torch.arange(5), "x": rows(8)}, weights)
     made.check_untouched(INT8)
-    kept = made.program.info["quantization"]["kept"]
-    assert kept == {
+    assert isinstance(made.program.info.quantization, Quantization)
+    assert made.program.info.quantization.kept == {
         "tables of positions": 1,
         "routers": 2,
         "products by a matrix for each head": 1,

@@ -8,6 +8,7 @@ import torch
 from ranks import CONFIG, Model, random_module, run, weight_bytes
 
 from inferc.backends.partition import Ranks, partition
+from inferc.manifest_types import Quantization
 
 KINDS: dict[str, tuple[str, dict[str, Any], Ranks]] = {
     "tp": ("llama", {}, Ranks(tp=2)),
@@ -54,7 +55,7 @@ def test_ranks_together_are_the_whole(kind: str, scheme: str) -> None:
     for found, expected in zip(run(made, model.reader, PROMPTS, 16), plain, strict=True):
         error = (found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
         assert 1e-4 < error < (0.4 if scheme == "int4" else 0.1)
-    assert all("quantization" in each.program.info for each in made)
+    assert all(isinstance(each.program.info.quantization, Quantization) for each in made)
     unquantized = partition(model.prepared, CONFIG, ranks)
     for each, whole in zip(made, unquantized, strict=True):
         assert weight_bytes(each.program) < 0.6 * weight_bytes(whole.program)
