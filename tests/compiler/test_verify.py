@@ -12,14 +12,14 @@ from command_line import run_inferc
 from safetensors.torch import load_file, save_file
 
 from inferc.compiler.build import compile
-from inferc.compiler.verify import verify
+from inferc.compiler.verify import Verification, verify
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, UnsupportedError
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "models"
 
 
-def run(artifact: Path, model: Path) -> dict[str, Any]:
+def run(artifact: Path, model: Path) -> Verification:
     return verify(artifact, str(model), lambda stage, done, total: None)
 
 
@@ -53,15 +53,15 @@ def test_other_weights_than_the_models_are_the_kernels_fault(tiny_llama_folder: 
 def test_an_onnx_artifact_that_was_compiled_without_a_certificate(tmp_path: Path) -> None:
     compile(SHIPPED / "tiny-llama", tmp_path / "out", CompileConfig(target="onnx", certify="none", max_model_len=128))
     found = run(tmp_path / "out", SHIPPED / "tiny-llama")
-    assert found["ok"] and found["passes"][-1]["ran_by"].startswith("onnxruntime ")
-    assert found["greedy_equal"] == found["num_prompts"]
+    assert found.ok and found.passes[-1].ran_by.startswith("onnxruntime ")
+    assert found.greedy_equal == found.num_prompts
 
 
 @pytest.mark.slow
 def test_several_ranks(tiny_llama_folder: Path, tmp_path: Path) -> None:
     compile(tiny_llama_folder, tmp_path / "out", CompileConfig(certify="none", tp=2))
     found = run(tmp_path / "out", tiny_llama_folder)
-    assert found["ok"] and "2 ranks" in found["passes"][-1]["ran_by"]
+    assert found.ok and "2 ranks" in found.passes[-1].ran_by
 
 
 def test_what_is_refused(tiny_artifact: Path, tiny_llama_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from inferc.cli.common import Json, Out, cell, print_json, progress, say
+
+if TYPE_CHECKING:
+    from inferc.compiler.verify import Verification
 
 
 def verify(
@@ -34,17 +38,18 @@ def verify(
 
         result = verify_(out, reference, report)
     if as_json:
-        print_json(result)
+        print_json(asdict(result))
     else:
         _show(result)
-    return 0 if result["ok"] else 1
+    return 0 if result.ok else 1
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show(result: Verification) -> None:
     say(f"{'row':26}{'max abs':>11}{'relative':>11}{'KL':>11}{'top-1':>8}  run by")
-    for row in result["passes"]:
-        cells = "".join(cell(row[name]) for name in ("max_abs_error", "relative_error", "kl"))
-        mark = "" if row["ok"] else "  < over its budget"
-        say(f"{row['name']:26}{cells}{row['top1_agreement']:8.1%}  {row['ran_by']}{mark}")
-    say(f"\ngreedy tokens are transformers' own in {result['greedy_equal']} of {result['num_prompts']} prompts")
-    say("within the artifact's budget" if result["ok"] else f"beyond the artifact's budget: {result['reason']}")
+    for row in result.passes:
+        cells = "".join(cell(getattr(row, name)) for name in ("max_abs_error", "relative_error", "kl"))
+        mark = "" if row.ok else "  < over its budget"
+        say(f"{row.name:26}{cells}{row.top1_agreement:8.1%}  {row.ran_by}{mark}")
+    say(f"\ngreedy tokens are transformers' own in {result.greedy_equal} of {result.num_prompts} prompts")
+    say("within the artifact's budget" if result.ok else f"beyond the artifact's budget: {result.reason}")
+

@@ -6,12 +6,13 @@ This module imports every stage, as certify.py does.
 from __future__ import annotations
 
 from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from inferc.backends.lower import LowerConfig, lower
 from inferc.backends.partition import prepare
-from inferc.compiler.certify import Certificate, Certifier, encoder, make_prompts, run_kernels
+from inferc.compiler.certify import Certificate, Certifier, Row, encoder, make_prompts, run_kernels
 from inferc.compiler.diff import check_same
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
@@ -26,11 +27,25 @@ from inferc.targets import Target
 COPIES = 2  # copies of the model in float32 that memory must hold: Hugging Face's and the program's weights
 
 
-def verify(out: Path, model: str, report: Progress) -> dict[str, Any]:
-    """Compute an artifact's certificate again and return its rows as JSON.
+@dataclass(frozen=True)
+class Verification:
+    """The certificate of an artifact, computed again; the numbers between `reason` and `num_prompts` are the kernels'.
 
-    The keys are `ok`, `reason`, the kernels' `max_abs_error`, `kl`, `top1_agreement` and `greedy_equal`, `num_prompts`,
-    and `passes` with all rows.
+    reason: the first row that is over its budget, and why; passes: all rows, the kernels' last.
+    """
+
+    ok: bool
+    reason: str
+    max_abs_error: float | None
+    kl: float | None
+    top1_agreement: float
+    greedy_equal: int | None
+    num_prompts: int
+    passes: list[Row]
+
+
+def verify(out: Path, model: str, report: Report) -> Verification:
+    """Compute an artifact's certificate again.
 
     model: the model that OUT was compiled from. The passes of this inferc lower it again, and after each pass that
     changes something the references compute its logits; then OUT itself is run. Every row is compared with Hugging
@@ -75,7 +90,7 @@ def verify(out: Path, model: str, report: Progress) -> dict[str, Any]:
         lower(program, config, observe=observe)
     report("run the artifact", 0, 1)
     certifier.add_kernels(*run_kernels(out, certifier.certificate.prompts, certifier.greedy_tokens))
-    return _to_json(certifier.certificate)
+    return _verification(certifier.certificate)
 
 
 def _check_verifiable(artifact: Artifact, target: Target) -> None:
@@ -98,18 +113,17 @@ def _check_verifiable(artifact: Artifact, target: Target) -> None:
         )
 
 
-def _to_json(certificate: Certificate) -> dict[str, Any]:
-    """Return what `verify` returns."""
+def _verification(certificate: Certificate) -> Verification:
     rows = certificate.rows
     kernels = rows[-1]
     failed = next((row for row in rows if not row.ok), None)
-    return {
-        "ok": failed is None,
-        "reason": "" if failed is None else f"{failed.name}: {failed.reason}",
-        "max_abs_error": kernels.max_abs_error,
-        "kl": kernels.kl,
-        "top1_agreement": kernels.top1_agreement,
-        "greedy_equal": kernels.greedy_equal,
-        "num_prompts": len(certificate.prompts),
-        "passes": [asdict(row) for row in rows],
-    }
+    return Verification(
+        ok=failed is None,
+        reason="" if failed is None else f"{failed.name}: {failed.reason}",
+        max_abs_error=kernels.max_abs_error,
+        kl=kernels.kl,
+        top1_agreement=kernels.top1_agreement,
+        greedy_equal=kernels.greedy_equal,
+        num_prompts=len(certificate.prompts),
+        passes=rows,
+    )
