@@ -29,7 +29,6 @@ import numpy as np
 from measured import ROOT, report
 from own_model import compiled
 
-from inferc.config import available_cores
 from inferc.cost.formulas import Step
 from inferc.cost.machine import measure_read
 from inferc.manifest_types import Observable

@@ -52,4 +52,3 @@ def _show(result: Verification) -> None:
         say(f"{row.name:26}{cells}{row.top1_agreement:8.1%}  {row.ran_by}{mark}")
     say(f"\ngreedy tokens are transformers' own in {result.greedy_equal} of {result.num_prompts} prompts")
     say("within the artifact's budget" if result.ok else f"beyond the artifact's budget: {result.reason}")
-

@@ -5,8 +5,6 @@ This module imports every stage, as certify.py does.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from inferc.frontend.checkpoint.load import load
 from inferc.ir.program import Program
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.load import load_engine
-from inferc.system.progress import Progress
 from inferc.system.resources import available_memory_bytes
 from inferc.targets import Target
 
@@ -44,7 +41,7 @@ class Verification:
     passes: list[Row]
 
 
-def verify(out: Path, model: str, report: Report) -> Verification:
+def verify(out: Path, model: str, report: Progress) -> Verification:
     """Compute an artifact's certificate again.
 
     model: the model that OUT was compiled from. The passes of this inferc lower it again, and after each pass that
