@@ -18,6 +18,7 @@ from inferc.frontend.checkpoint.load import load
 from inferc.ir.program import Program
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.load import load_engine
+from inferc.system.progress import Progress
 from inferc.system.resources import available_memory_bytes
 from inferc.targets import Target
 
