@@ -5,74 +5,41 @@ from __future__ import annotations
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias, cast, final
+from typing import Any, TypeAlias, final
 
-from inferc.errors import InfercError, RequestError
+from inferc.errors import InfercError, RequestError, shown
 from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.engine import keywords
 from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.engine.load import load_engine, model_defaults
 from inferc.runtime.engine.loop import Embedded, EngineThread, Event, Failed, Scored
+from inferc.runtime.engine.prompts import ParsedPrompt, Prompt, parse_prompt, parse_prompts
+from inferc.runtime.engine.request_output import OpenRequest, RequestOutput, prompt_ids, required
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.record.tapped import TappedSequence
-from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, from_chat, from_request
 from inferc.runtime.step.sequence import Output
-from inferc.runtime.text.tokenizer import Text, TextStream
+from inferc.runtime.text.hf_tokenizer import HfTokenizer
+from inferc.runtime.text.tokenizer import Text
 
-Prompt: TypeAlias = str | Sequence[int]
 Messages: TypeAlias = Sequence[dict[str, Any]]
-
-
-@dataclass
-class CompletionOutput:
-    """The state of one sequence of a request; `stop` is the stop string or end token that ended it.
-
-    num_forgotten_tokens: tokens of the prompt and the answer that the last token did not see (`kv_evict`): above 0, the
-    answer is not the model's own.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop: str | int | None = None
-    logprobs: list[Logprobs] | None = None
-    num_forgotten_tokens: int = 0
-
-
-@dataclass
-class RequestOutput:
-    """The answer to one prompt: `params.n` outputs.
-
-    prompt: None if the prompt was given as token ids.
-    num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0
-
-    @property
-    def is_finished(self) -> bool:
-        return all(output.finish_reason is not None for output in self.outputs)
 
 
 @final
 class LLM:
     """A loaded artifact that generates text.
 
-    `options` are the fields of EngineConfig (max_num_seqs, kv_memory_bytes, num_threads, …), `target`, and
-    `special_tokens_in_text`: "allow", "refuse" or "escape" control tokens in prompts and messages. Use it as a context
-    manager, or call `close`. Raises ConfigError or ArtifactError.
+    model: the artifact. `options` are the fields of EngineConfig (max_num_seqs, kv_memory_bytes, num_threads, …),
+    `target`, and `special_tokens_in_text`: "allow", "refuse" or "escape" control tokens in prompts and messages. Use it
+    as a context manager, or call `close`. Raises ConfigError or ArtifactError.
     """
 
-    def __init__(self, path: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        options = keywords.engine_options(options)
         in_text = str(options.pop("special_tokens_in_text", "allow"))
-        artifact = load_artifact(path, target=options.get("target"), trusted_keys=options.get("trusted_keys"))
+        artifact = load_artifact(model, target=options.get("target"), trusted_keys=options.get("trusted_keys"))
         files = artifact.tokenizer
         self._text = Text(files, in_text) if files.has_tokenizer else None
         self._defaults = dict(model_defaults(artifact))
@@ -81,14 +48,20 @@ class LLM:
     @property
     def text(self) -> Text:
         """The tokenizer; raises RequestError if the artifact has none."""
-        if self._text is None:
-            raise RequestError("this artifact has no tokenizer: give prompts as token ids, and read token_ids")
-        return self._text
+        return required(self._text)
+
+    def get_tokenizer(self) -> HfTokenizer:
+        """Return the tokenizer with the methods of transformers'; raise RequestError if the artifact has none."""
+        return HfTokenizer(self.text)
 
     @property
     def defaults(self) -> dict[str, Any]:
         """The sampling parameters that the model's makers set, if they set any."""
         return dict(self._defaults)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the SamplingParams of a request that gives none."""
+        return self.sampling_params()
 
     def sampling_params(self, **values: Any) -> SamplingParams:
         """Return SamplingParams with the model's own defaults for all parameters that are not given."""
@@ -96,97 +69,88 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool = False,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = False,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or lists of token ids) together, and return the answers in their order.
+        """Complete prompts together, and return the answers in their order.
 
-        params: one for all, or one for each; None takes the model's defaults.
+        prompts: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these;
+        prompt_token_ids: lists of token ids instead. sampling_params: one for all, or one for each; None takes the
+        model's defaults. use_tqdm: show a progress bar. others: vLLM's further parameters, with values that ask for
+        nothing.
 
         Raises RequestError for a prompt or a parameter that cannot be served; the other prompts are then aborted.
         """
-        many = cast(
-            "list[Prompt]",
-            [prompts] if isinstance(prompts, str) or (prompts and _is_prompt(prompts)) else list(prompts),
+        known = ("prompts", "sampling_params", "prompt_token_ids", "use_tqdm")
+        keywords.refuse("LLM.generate", others, known)
+        many = parse_prompts(prompts, prompt_token_ids)
+        each = self._params_of(sampling_params, len(many))
+        return self._run(
+            [OpenRequest.begin(self._text, prompt, one) for prompt, one in zip(many, each, strict=True)], use_tqdm
         )
-        each = params if isinstance(params, Sequence) else [params or self.sampling_params()] * len(many)
-        if len(each) != len(many):
-            raise RequestError(f"found {len(each)} sampling params for {len(many)} prompts; give one, or one for each")
-        return self._run([_Request.begin(self, prompt, one) for prompt, one in zip(many, each, strict=True)], progress)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
         *,
-        progress: bool = False,
-        **template_options: Any,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several with the model's chat template; a message has `role` and `content`.
 
-        params: None takes the model's defaults, with which an answer may be as long as fits unless they limit it.
+        sampling_params: None takes the model's defaults, with which an answer may be as long as fits unless they limit
+        it. tools: for the template. chat_template_kwargs: further variables of the template, as `enable_thinking`.
+        use_tqdm, others: as in `generate`.
         """
+        known = ("messages", "sampling_params", "use_tqdm", "add_generation_prompt", "tools", "chat_template_kwargs")
+        keywords.refuse("LLM.chat", others, known)
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        params = params or from_chat({}, self._defaults)
-        prompts = [self.text.encode_chat(each, **template_options) for each in many]  # type: ignore[arg-type]
-        return self._run([_Request.begin(self, prompt, params) for prompt in prompts], progress)
+        each = self._params_of(sampling_params or from_chat({}, self._defaults), len(many))
+        options = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt, "tools": tools}
+        prompts = [ParsedPrompt(token_ids=self.text.encode_chat(one, **options)) for one in many]  # type: ignore[arg-type]
+        return self._run([self._request(*pair) for pair in zip(prompts, each, strict=True)], use_tqdm)
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
-        """Complete one prompt, and yield the answer so far whenever there is more; leaving the loop aborts it."""
-        import asyncio  # imported here, because it is slow to import and few need it
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+        """Complete one prompt, and iterate with `for` or `async for` over the answer as it grows.
 
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        request = _Request.begin(self, prompt, params or self.sampling_params())
-
-        def sink(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed: there is no listener any more
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        request_id = self._add(request, sink)
-        try:
-            while not request.answer.is_finished:
-                if self._take(request_id, request, await events.get()):
-                    yield request.answer
-        finally:
-            self._client.abort(request_id)
-
-    def stream_sync(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yield the answer to one prompt like `stream`, for code without asyncio."""
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        request = _Request.begin(self, prompt, params or self.sampling_params())
-        request_id = self._add(request, events.put)
-        try:
-            while not request.answer.is_finished:
-                if self._take(request_id, request, events.get()):
-                    yield request.answer
-        finally:
-            self._client.abort(request_id)
+        Each piece is the answer so far, and `new_text` of its outputs what is new. Leaving the loop aborts the request.
+        Raises RequestError at once for what is no prompt.
+        """
+        return Stream(
+            self, OpenRequest.begin(self._text, parse_prompt(prompt), sampling_params or self.sampling_params())
+        )
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, done: Callable[[RequestOutput | InfercError], None]
+        self, prompt: str | Sequence[int], params: SamplingParams, done: Callable[[RequestOutput | InfercError], None]
     ) -> str:
         """Start to complete one prompt, and return an id.
 
         `done` gets the whole answer, or the error, on a thread of the engine's. Raises RequestError if `prompt` is no
         prompt, InfercError if the engine has stopped.
         """
-        request = _Request.begin(self, prompt, params)
+        request = self._request(parse_prompt(prompt), params)
 
         def sink(event: Event) -> None:
             try:
-                self._take(event.request_id or "", request, event)
+                self._take(request, event)
             except InfercError as error:
                 done(error)
             else:
-                if request.answer.is_finished:
+                if request.is_done:
                     done(request.answer)
 
-        return self._add(request, sink)
+        self._add(request, sink)
+        return request.id
 
-    def score(self, prompt: Prompt, num_top: int = 0) -> Score:
+    def score(self, prompt: str | Sequence[int], num_top: int = 0) -> Score:
         """Return the log probability of each token of a text after its first, given the tokens before it.
 
         num_top: how many of the most likely tokens to return for each position.
@@ -194,19 +158,19 @@ class LLM:
         if not 0 <= num_top <= MAX_LOGPROBS:
             raise RequestError(f"prompt_logprobs is {num_top}; expected 0 to {MAX_LOGPROBS}")
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._client.score(self._encode(prompt), events.put, num_top)
+        self._client.score(prompt_ids(self._text, parse_prompt(prompt)), events.put, num_top)
         event = events.get()
         if isinstance(event, Scored):
             return event.score
         raise _error(event)
 
-    def embed(self, prompt: Prompt) -> list[float]:
+    def embed(self, prompt: str | Sequence[int]) -> list[float]:
         """Return the vector of a text, pooled as the model's makers say.
 
         Raises RequestError for a model that makes none.
         """
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._client.embed(self._encode(prompt), events.put)
+        self._client.embed(prompt_ids(self._text, parse_prompt(prompt)), events.put)
         event = events.get()
         if isinstance(event, Embedded):
             return event.vector
@@ -239,36 +203,66 @@ class LLM:
 
     # ---------------------------------------------------------------------------------------------- inside
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _request(self, prompt: ParsedPrompt, params: SamplingParams) -> OpenRequest:
+        return OpenRequest.begin(self._text, prompt, params)
 
-    def _add(self, request: _Request, sink: Callable[[Event], None]) -> str:
-        return self._client.add(request.answer.prompt_token_ids, request.params, sink)
+    def _params_of(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> Sequence[SamplingParams]:
+        """Return the parameters of each prompt; raise RequestError if there are not as many."""
+        if not isinstance(given, Sequence):
+            if given is not None and not isinstance(given, SamplingParams):
+                raise RequestError(f"sampling_params: expected SamplingParams, found {shown(given)}")
+            return [given or self.sampling_params()] * num_prompts
+        if len(given) != num_prompts:
+            raise RequestError(
+                f"found {len(given)} sampling params for {num_prompts} prompts; give one, or one for each"
+            )
+        return given
 
-    def _run(self, requests: list[_Request], progress: bool) -> list[RequestOutput]:
+    def _add(self, request: OpenRequest, sink: Callable[[Event], None]) -> None:
+        """Start a request; all its events, also those of its prompt's scores, go to `sink`."""
+        ids, params = request.answer.prompt_token_ids, request.params
+        if params.prompt_logprobs is not None:
+            if len(ids) < 2:  # the first token has nothing before it
+                request.answer.prompt_logprobs = [None] * len(ids)
+            else:
+                request.score_id = self._client.score(ids, sink, max(1, params.prompt_logprobs), params.cache_salt)
+        request.id = self._client.add(ids, params, sink)
+
+    def _abort(self, request: OpenRequest) -> None:
+        for each in filter(None, (request.id, request.score_id)):
+            self._client.abort(each)
+
+    def _run(self, requests: list[OpenRequest], progress: bool) -> list[RequestOutput]:
         """Run all requests to their end; after an error the others are aborted."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        by_id: dict[str, _Request] = {}
+        by_id: dict[str, OpenRequest] = {}
         try:
             for request in requests:
-                by_id[self._add(request, events.put)] = request
-            open_ids = set(by_id)
+                self._add(request, events.put)
+                by_id.update(dict.fromkeys(filter(None, (request.id, request.score_id)), request))
+            num_open = len(requests)
             with _Progress(len(requests), progress) as bar:
-                while open_ids:
+                while num_open:
                     event = events.get()
-                    request_id = event.request_id or ""
-                    self._take(request_id, by_id[request_id], event)
-                    if by_id[request_id].answer.is_finished:
-                        open_ids.discard(request_id)
+                    request = by_id[event.request_id or ""]
+                    self._take(request, event)
+                    if request.is_done and not request.is_counted:
+                        request.is_counted = True
+                        num_open -= 1
                         bar.advance()
         finally:
-            for request_id, request in by_id.items():
-                if not request.answer.is_finished:
-                    self._client.abort(request_id)
+            for request in requests:
+                if not request.is_done:
+                    self._abort(request)
         return [request.answer for request in requests]
 
-    def _take(self, request_id: str, request: _Request, event: Event) -> bool:
+    def _take(self, request: OpenRequest, event: Event) -> bool:
         """Add an event to its request's answer, and return whether there is anything new."""
+        if isinstance(event, Scored):
+            request.add_score(event.score)
+            return request.is_done
         if not isinstance(event, Output):
             raise _error(event)
         output = request.answer.outputs[event.index]
@@ -286,32 +280,56 @@ class LLM:
             return True
         delta = stream.push(event.token_ids, event.finish_reason)
         output.text += delta.text
+        output.new_text += delta.text
         output.finish_reason, output.stop = delta.finish_reason, delta.stop
         if delta.finish_reason is not None and event.finish_reason is None:
-            self._client.abort(request_id, event.index)
+            self._client.abort(request.id, event.index)
         return bool(delta.text) or delta.finish_reason is not None
 
 
-@dataclass
-class _Request:
-    params: SamplingParams
-    answer: RequestOutput
-    streams: list[TextStream]
+@final
+class Stream:
+    """An answer as it grows, for `for` and for `async for`; leaving the loop aborts the request."""
 
-    @staticmethod
-    def begin(llm: LLM, prompt: Prompt, params: SamplingParams) -> _Request:
-        """Make a request of a prompt.
+    def __init__(self, llm: LLM, request: OpenRequest) -> None:
+        self._llm, self._request = llm, request
 
-        Raises RequestError for a prompt that is neither text nor token ids, or text without a tokenizer.
-        """
-        if not _is_prompt(prompt):
-            raise RequestError(f"a prompt is a text or a list of token ids, found {prompt!r:.80}")
-        text = llm._text
-        if params.stop and text is None:
-            raise RequestError("stop strings need a tokenizer, which this artifact does not have; use stop_token_ids")
-        outputs = [CompletionOutput(index) for index in range(params.n)]
-        answer = RequestOutput(prompt if isinstance(prompt, str) else None, llm._encode(prompt), outputs)
-        return _Request(params, answer, [] if text is None else [TextStream(text, params) for _ in outputs])
+    def __iter__(self) -> Iterator[RequestOutput]:
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        request = self._begin(events.put)
+        try:
+            while not request.is_done:
+                if self._llm._take(request, events.get()):
+                    yield request.answer
+                    request.clear_new_text()
+        finally:
+            self._llm._abort(request)
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        import asyncio  # imported here, because it is slow to import and few need it
+
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def sink(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop is closed: there is no listener any more
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        request = self._begin(sink)
+        try:
+            while not request.is_done:
+                if self._llm._take(request, await events.get()):
+                    yield request.answer
+                    request.clear_new_text()
+        finally:
+            self._llm._abort(request)
+
+    def _begin(self, sink: Callable[[Event], None]) -> OpenRequest:
+        """Start the request; a stream is read once."""
+        if self._request.id:
+            raise RequestError("this stream was read already; call LLM.stream again")
+        self._llm._add(self._request, sink)
+        return self._request
 
 
 @final
@@ -339,13 +357,6 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def _is_prompt(value: object) -> bool:
-    """Return whether the value is a text or a list of token ids, and not a list of either."""
-    if isinstance(value, str):
-        return True
-    return isinstance(value, Sequence) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
 
 
 def _error(event: Event) -> InfercError:

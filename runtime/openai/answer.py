@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
-from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.request import FIXED, SAMPLING, OpenAIRequest
 from inferc.runtime.openai.text_requests import FIXED_OF_EMBEDDINGS

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
 
 from inferc.errors import ConfigError, GenerationError, InfercError, ObjectiveError, RequestError
-from inferc.runtime.engine.llm import LLM, RequestOutput
+from inferc.runtime.engine.llm import LLM
+from inferc.runtime.engine.request_output import RequestOutput
 from inferc.runtime.openai.answer import Answer, Token, error_body, response_body
 from inferc.runtime.openai.batch_file import BatchInput, BatchOutput, BatchRequest, Line
 from inferc.runtime.openai.request import OpenAIRequest, Prompt, parse_request

@@ -17,7 +17,6 @@ from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.fields import NOTHING, check_fields
 from inferc.runtime.step.sampling_params import (
     SamplingParams,
-    check_num_top,
     from_chat,
     from_request,
 )
@@ -110,7 +109,6 @@ class OpenAIRequest:
     - prompts: texts, lists of token ids, or one conversation.
     - sampling: the fields of SamplingParams that the body gives; params: those applied over the defaults.
     - echo: the prompt is repeated before the answer.
-    - prompt_logprobs: return log probabilities of the prompt's tokens, with this many most likely tokens each.
     - generates: whether any token is to be generated.
     - template: variables of the chat template.
     - stream: the answer comes in parts, as stream_options say.
@@ -120,7 +118,6 @@ class OpenAIRequest:
     prompts: tuple[Prompt, ...]
     sampling: Mapping[str, Any]
     echo: bool = False
-    prompt_logprobs: int | None = None
     generates: bool = True
     add_special_tokens: bool = True
     return_token_ids: bool = False
@@ -133,6 +130,11 @@ class OpenAIRequest:
     def num_outputs(self) -> int:
         """The number of outputs for each prompt."""
         return self.params.n
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """How many most likely tokens to return for each token of the prompt, None for no log probabilities of it."""
+        return self.params.prompt_logprobs
 
 
 def parse_request(
@@ -243,10 +245,7 @@ def _of_answer(body: Mapping[str, Any], sampling: dict[str, Any], is_served: boo
         return found
     if body.get("priority"):
         sampling["priority"] = body["priority"]
-    wanted = body.get("prompt_logprobs")
-    if wanted is not None:
-        check_num_top("prompt_logprobs", wanted)
-    return {**found, "prompt_logprobs": wanted, "return_token_ids": bool(body.get("return_token_ids"))}
+    return {**found, "return_token_ids": bool(body.get("return_token_ids"))}
 
 
 def template_of(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from inferc.errors import RequestError, shown
-from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.answer import TokenOf, Usage, chat_logprobs
 from inferc.runtime.openai.fields import NOTHING, check_fields

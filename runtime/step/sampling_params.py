@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from inferc.errors import RequestError, shown
+from inferc.errors import RequestError, nearest, shown
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +36,12 @@ class SamplingParams:
 
     `top_k` 0, `top_p` 1.0, `min_p` 0.0 and `repetition_penalty` 1.0 are "off". `max_tokens` None means as many as the
     model's length allows. `seed` None draws one at random. `logprobs` k returns, for every new token, its own log
-    probability and the k most likely tokens'. `stop` strings end a sequence and are cut off the text, unless
-    `include_stop_str_in_output`; `stop_token_ids` are added to the model's own end tokens, which `ignore_eos` turns
-    off. Before `min_tokens` tokens nothing ends a sequence. Empty `allowed_token_ids` allow all; `banned_token_ids` are
-    never chosen. Only requests with the same `cache_salt` share cached prefixes: the latency of a request tells nothing
-    about earlier requests with another salt.
+    probability and the k most likely tokens'; `prompt_logprobs` k returns those of the prompt's tokens
+    (the engine leaves them to `inferc.LLM` and to the server, which score the prompt). `stop` strings end a sequence
+    and are cut off the text, unless `include_stop_str_in_output`; `stop_token_ids` are added to the model's own end
+    tokens, which `ignore_eos` turns off. Before `min_tokens` tokens nothing ends a sequence. Empty `allowed_token_ids`
+    allow all; `banned_token_ids` are never chosen. Only requests with the same `cache_salt` share cached prefixes: the
+    latency of a request tells nothing about earlier requests with another salt.
 
     `tap` keeps the values of this request that the engine was started to tap (EngineConfig.tap).
 
@@ -49,7 +51,8 @@ class SamplingParams:
     engine evenly. `ttft_ms` and `tbt_ms` are the wanted times to the first token, and between two tokens on average, in
     milliseconds; the policy `slo` keeps them if it can, and otherwise refuses the request.
 
-    Raises RequestError for a value out of its range.
+    Raises RequestError for a value out of its range, and for an unknown name. Those of vLLM's parameters that are not
+    built (NOT_BUILT) may be given with the value that asks for nothing.
     """
 
     n: int = 1
@@ -67,6 +70,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -112,8 +116,9 @@ class SamplingParams:
         check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "use 1 to turn it off")
         if self.seed is not None:
             check_integer("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            check_num_top("logprobs", self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                check_num_top(name, count)
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias: expected a map from token id to bias with at most {MAX_LOGIT_BIAS} entries"
@@ -162,6 +167,42 @@ class SamplingParams:
             check_ids(name, getattr(self, name))
 
 
+def _refusing(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that names an unknown parameter, with the nearest known one, in a RequestError."""
+    known = tuple(item.name for item in fields(SamplingParams))
+
+    @functools.wraps(init)
+    def __init__(self: SamplingParams, *values: Any, **named: Any) -> None:
+        for name in [name for name in named if name not in known]:
+            value = named.pop(name)
+            if name not in NOT_BUILT:
+                raise RequestError(f"SamplingParams has no parameter {shown(name)}; {nearest(name, known)}")
+            if not any(type(value) is type(each) and value == each for each in NOT_BUILT[name]):
+                raise RequestError(f"{name} is {shown(value)}, which is not built yet; leave it out")
+        init(self, *values, **named)
+
+    return __init__
+
+
+# vLLM's parameters that are not built: the values that ask for nothing.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "early_stopping": (None, False),
+    "logits_processors": (None, []),
+    "bad_words": (None, []),
+    "guided_decoding": (None,),
+    "structured_outputs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "detokenize": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "output_kind": (None,),
+    "extra_args": (None,),
+}
+SamplingParams.__init__ = _refusing(SamplingParams.__init__)  # type: ignore[method-assign]
+
+
 def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> SamplingParams:
     """Build SamplingParams from a request's explicit `values` over a model's `generation_defaults`.
 
@@ -172,7 +213,7 @@ def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None =
     unknown = sorted(set(values) - names)
     if unknown:
         listed = ", ".join(f"{name:.40}" for name in unknown[:MAX_UNKNOWN])
-        raise RequestError(f"unknown sampling parameter {listed}; known: {', '.join(sorted(names))}")
+        raise RequestError(f"unknown sampling parameter {listed}; {nearest(unknown[0], sorted(names))}")
     said = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
     return SamplingParams(**{**_give_way(dict(defaults or {}), said), **said})
 

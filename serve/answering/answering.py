@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from inferc.errors import RequestError
-from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, EchoedPrompt, Token, Usage, prompt_offsets
 from inferc.runtime.openai.request import OpenAIRequest, Prompt
 from inferc.runtime.step.plan import Logprobs

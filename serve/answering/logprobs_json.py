@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import (
     EchoedPrompt,
     TokenOf,

@@ -268,8 +268,9 @@ class KServeService:
         params = from_request(values, CALLER.get().limits.defaults(model.engine.facts.defaults))
         if params.n != 1:
             raise RequestError(f"n is {params.n}; this protocol gives one output for each prompt: send it more often")
-        if params.logprobs is not None:
-            raise RequestError(f"logprobs is {params.logprobs}, and no output of this protocol has them; leave it out")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(params, name)) is not None:
+                raise RequestError(f"{name} is {count}, and no output of this protocol has them; leave it out")
         return _CheckedRequest(
             id=protocol.checked_id("id", request.id),
             model=model,

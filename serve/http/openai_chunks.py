@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import (
     TokenOf,
     Usage,

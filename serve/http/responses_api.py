@@ -14,7 +14,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
-from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, Usage, chat_logprobs
 from inferc.runtime.openai.request import model_of
 from inferc.runtime.openai.responses import (

@@ -8,7 +8,6 @@ neither torch nor numpy.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import math
 import os
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from inferc.errors import ConfigError, UnsupportedError
+from inferc.errors import ConfigError, UnsupportedError, nearest
 from inferc.kv_groups import CacheGroup, CacheLimits, Eviction, pools_bytes, pools_for_all, share_out
 from inferc.system.resources import available_cores, available_memory_bytes
 from inferc.system.topology import cores_to_pin
@@ -309,9 +308,7 @@ def from_dict(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"{kind.__name__} has no option {key!r}; {hint}")
+            raise ConfigError(f"{kind.__name__} has no option {key!r}; {nearest(key, known)}")
     return kind(**values)
 
 

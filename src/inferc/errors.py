@@ -1,6 +1,7 @@
 """The exception classes; a message says what was found, what was expected and what to do."""
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 LONG_NUMBER = 10**40
@@ -53,6 +54,13 @@ class ObjectiveError(InfercError):
 
 class GenerationError(InfercError):
     """A request that cannot go on: its logits are not finite, or the engine fails or dies while it runs."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint for an unknown name: the nearest known one, or all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
 
 
 def shown(value: object, limit: int = SHOWN) -> str:

@@ -115,7 +115,7 @@ def run(*arguments: str | Path, stdin: str | None = None) -> str:
 def test_generate_and_chat(llm: LLM, wanted: list[int], wanted_of_chat: list[int]) -> None:
     assert llm.generate(PROMPT)[0].outputs[0].token_ids == wanted
     assert llm.chat(MESSAGES)[0].outputs[0].token_ids == wanted_of_chat
-    assert [answer.outputs[0].token_ids for answer in llm.stream_sync(PROMPT)][-1] == wanted
+    assert [answer.outputs[0].token_ids for answer in llm.stream(PROMPT)][-1] == wanted
 
 
 def test_a_banned_token_never_comes(llm: LLM, made: Made) -> None:

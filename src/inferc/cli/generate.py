@@ -37,7 +37,8 @@ from inferc.cli.common import (
 from inferc.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from inferc.runtime.engine.llm import LLM, Prompt
+    from inferc.runtime.engine.llm import LLM
+    from inferc.runtime.engine.prompts import Prompt
     from inferc.runtime.step.sampling_params import SamplingParams
 
 MaxTokens = Annotated[
@@ -153,7 +154,7 @@ def generate(
             say()
             _keep_tapped(llm, tap_out)
             return
-        answers = llm.generate(texts, params, progress=sys.stderr.isatty())
+        answers = llm.generate(texts, params, use_tqdm=sys.stderr.isatty())
         tapped = _keep_tapped(llm, tap_out)
     if as_json:
         rows = [(answer.prompt, output) for answer in answers for output in answer.outputs]
@@ -293,8 +294,5 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, is
 
 def _pieces(llm: LLM, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
     """Yield the text of an answer piece by piece as it is generated; closing the iterator ends the answer."""
-    length = 0
-    for answer in llm.stream_sync(prompt, params):
-        text = answer.outputs[0].text
-        yield text[length:]
-        length = len(text)
+    for answer in llm.stream(prompt, params):
+        yield answer.outputs[0].new_text

@@ -15,7 +15,7 @@ from typing import Any, Self, final
 
 from inferc.client.client import Client, Delta, ServerError, Tls
 from inferc.errors import GenerationError, InfercError, ObjectiveError
-from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, Token
 from inferc.runtime.openai.batch_run import Result, Ticket, take_all
 from inferc.runtime.openai.request import Prompt, joined

@@ -40,7 +40,7 @@ def ids(answers: list[Any]) -> list[list[int]]:
 def test_a_batch_gives_what_each_prompt_gives_alone(llm: LLM, alone: list[list[int]]) -> None:
     assert ids(llm.generate(PROMPTS, GREEDY)) == alone
     as_ids = [llm.text.encode(prompt) for prompt in PROMPTS]
-    answers = llm.generate(as_ids, GREEDY, progress=True)
+    answers = llm.generate(as_ids, GREEDY, use_tqdm=True)
     assert ids(answers) == alone
     assert answers[0].prompt is None
     assert answers[0].outputs[0].text == llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
@@ -144,11 +144,11 @@ def test_streams(llm: LLM) -> None:
     assert len(texts) > 5
     assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     assert texts[-1] == whole.text
-    assert [answer.outputs[0].text for answer in llm.stream_sync(PROMPTS[3], GREEDY)][-1] == whole.text
+    assert [answer.outputs[0].text for answer in llm.stream(PROMPTS[3], GREEDY)][-1] == whole.text
 
 
 def test_leaving_a_stream_aborts_it(llm: LLM) -> None:
-    for _ in llm.stream_sync(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True)):
+    for _ in llm.stream(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True)):
         break
     while llm.stats().num_running:
         pass

@@ -6,7 +6,7 @@ from typing import Any
 
 from batches import responses, row, write_rows
 
-from inferc.runtime.engine.llm import CompletionOutput, RequestOutput
+from inferc.runtime.engine.request_output import CompletionOutput, RequestOutput
 from inferc.runtime.openai.batch_file import BatchInput, BatchOutput
 from inferc.runtime.openai.batch_run import BatchRun, LocalBackend
 from inferc.runtime.step.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ import pytest
 from batches import CHAT, COMPLETIONS, EMBEDDINGS
 
 from inferc.errors import GenerationError, ObjectiveError, RequestError
-from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, Token, error_body, prompt_offsets, response_body
 from inferc.runtime.openai.request import OpenAIRequest, StreamOptions, joined, parse_request
 from inferc.runtime.openai.text_requests import EmbeddingRequest, read_embedding, read_tokenize

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from inferc.errors import RequestError
-from inferc.runtime.engine.llm import CompletionOutput
+from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import EchoedPrompt, Token, chat_logprobs, completion_logprobs, prompt_rows
 from inferc.runtime.openai.request import OpenAIRequest
 from inferc.runtime.step.plan import Logprobs
@@ -23,7 +23,9 @@ from inferc.serve.models.long_texts import Turns
 
 ROWS = [Logprobs(each, -0.5 * each, 1, ((each, -0.5 * each), (each + 1, -9.0))) for each in range(1, 30)]
 IDS = list(range(30))
-REQUEST = OpenAIRequest("completion", (IDS,), {}, echo=True, prompt_logprobs=2, return_token_ids=True)
+REQUEST = OpenAIRequest(
+    "completion", (IDS,), {}, echo=True, params=SamplingParams(prompt_logprobs=2), return_token_ids=True
+)
 
 
 def spelled(token_id: int) -> Token:
@@ -81,7 +83,8 @@ def test_a_prompt_is_made_once_for_all_its_choices() -> None:
 
 def test_what_one_answer_tells_is_bounded() -> None:
     def check(num_tokens: int, top: int | None, num_characters: int = 0, n: int = 1, **more: Any) -> int:
-        request = OpenAIRequest("completion", ("",), {}, echo=True, params=SamplingParams(n=n))
+        params = SamplingParams(n=n, prompt_logprobs=more.pop("prompt_logprobs", None))
+        request = OpenAIRequest("completion", ("",), {}, echo=True, params=params)
         return check_prompt_entries(replace(request, **more), top, num_tokens, num_characters)
 
     assert check(128 << 10, 5) == 6 * (128 << 10), "what harnesses score"

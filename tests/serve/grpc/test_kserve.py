@@ -244,6 +244,7 @@ BAD += [
     (sampled(b"[1]"), "input sampling_parameters: expected a JSON object, found [1]"),
     (sampled(b"{}", b"{}"), "input sampling_parameters has 2 values; at most 1 are taken"),
     (sampled(b'{"seed": 1}' + b" " * (1 << 20)), "input sampling_parameters has 1048587 bytes; at most"),
+    (sampled(b'{"prompt_logprobs": 0}'), "prompt_logprobs is 0, and no output of this protocol has them"),
     (sampled(b'{"n": 2}'), "n is 2; this protocol gives one output for each prompt"),
     (with_timeout(), "parameter timeout is '1 s'; expected microseconds"),
 ]

@@ -1,0 +1,102 @@
+"""The answer to a prompt of `inferc.LLM`, and the request that it grows in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from inferc.errors import RequestError
+from inferc.runtime.engine.prompts import ParsedPrompt
+from inferc.runtime.engine.scoring import Score
+from inferc.runtime.step.plan import Logprobs
+from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.runtime.text.tokenizer import Text, TextStream
+
+
+@dataclass
+class CompletionOutput:
+    """The state of one sequence of a request; `stop` is the stop string or end token that ended it.
+
+    num_forgotten_tokens: tokens of the prompt and the answer that the last token did not see (`kv_evict`): above 0, the
+    answer is not the model's own.
+    new_text: what a stream's latest piece added to `text`.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop: str | int | None = None
+    logprobs: list[Logprobs] | None = None
+    num_forgotten_tokens: int = 0
+    new_text: str = ""
+
+
+@dataclass
+class RequestOutput:
+    """The answer to one prompt: `params.n` outputs.
+
+    prompt: None if the prompt was given as token ids.
+    num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
+    prompt_logprobs: those of each token of the prompt, None for the first, if SamplingParams asked for them.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[Logprobs | None] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+@dataclass
+class OpenRequest:
+    """A request and what is there of its answer; ids: those of the engine, once it is started."""
+
+    params: SamplingParams
+    answer: RequestOutput
+    streams: list[TextStream]
+    id: str = ""
+    score_id: str = ""
+    is_counted: bool = False
+
+    @staticmethod
+    def begin(text: Text | None, prompt: ParsedPrompt, params: SamplingParams) -> OpenRequest:
+        """Make a request of a prompt; raises RequestError for text without a tokenizer."""
+        if params.stop and text is None:
+            raise RequestError("stop strings need a tokenizer, which this artifact does not have; use stop_token_ids")
+        if prompt.cache_salt is not None:
+            params = replace(params, cache_salt=prompt.cache_salt)
+        ids = prompt_ids(text, prompt)
+        outputs = [CompletionOutput(index) for index in range(params.n)]
+        answer = RequestOutput(prompt.text, ids, outputs)
+        return OpenRequest(params, answer, [] if text is None else [TextStream(text, params) for _ in outputs])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the answer is finished, and the prompt is scored if that was asked for."""
+        waits = self.params.prompt_logprobs is not None and self.answer.prompt_logprobs is None
+        return self.answer.is_finished and not waits
+
+    def add_score(self, score: Score) -> None:
+        count = self.params.prompt_logprobs
+        rows = score.rows if count else [replace(row, top=()) for row in score.rows]
+        self.answer.prompt_logprobs = [None, *rows]
+
+    def clear_new_text(self) -> None:
+        for output in self.answer.outputs:
+            output.new_text = ""
+
+
+def required(text: Text | None) -> Text:
+    """Return an artifact's tokenizer; raise RequestError if it has none."""
+    if text is None:
+        raise RequestError("this artifact has no tokenizer: give prompts as token ids, and read token_ids")
+    return text
+
+
+def prompt_ids(text: Text | None, prompt: ParsedPrompt) -> list[int]:
+    """Return the token ids of a prompt; raise RequestError for a text without a tokenizer."""
+    return required(text).encode(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
