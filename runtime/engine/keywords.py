@@ -80,12 +80,12 @@ def refuse(call: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     known: the parameters that the call has. A sampling parameter and a variable of a template are told where they go.
     """
     for name, value in given.items():
-        if name in CALL:
-            if not _is_among(value, CALL[name]):
-                raise RequestError(f"{call}: {name} is {shown(value)}, which is not built yet; leave it out")
+        if name in CALL and _is_among(value, CALL[name]):
             continue
         if name in PARAMETERS:
             hint = f"give sampling_params=SamplingParams({name}=…)"
+        elif name in CALL:
+            raise RequestError(f"{call}: {name} is {shown(value)}, which is not built yet; leave it out")
         elif "chat_template_kwargs" in known and not difflib.get_close_matches(name, known, 1):
             hint = f"a variable of the chat template goes into chat_template_kwargs={{{name!r}: …}}"
         else:

@@ -283,7 +283,7 @@ class LLM:
         output.new_text += delta.text
         output.finish_reason, output.stop = delta.finish_reason, delta.stop
         if delta.finish_reason is not None and event.finish_reason is None:
-            self._client.abort(request.id, event.index)
+            self._client.abort(event.request_id, event.index)  # `submit` may get it before it has the request's id
         return bool(delta.text) or delta.finish_reason is not None
 
 

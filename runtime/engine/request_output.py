@@ -76,7 +76,7 @@ class OpenRequest:
 
     @property
     def is_done(self) -> bool:
-        """Whether the answer is finished, and the prompt is scored if that was asked for."""
+        """True if the answer is finished, and the prompt is scored if that was asked for."""
         waits = self.params.prompt_logprobs is not None and self.answer.prompt_logprobs is None
         return self.answer.is_finished and not waits
 

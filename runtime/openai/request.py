@@ -133,7 +133,7 @@ class OpenAIRequest:
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """How many most likely tokens to return for each token of the prompt, None for no log probabilities of it."""
+        """The number of likeliest tokens that are reported for each token of the prompt; None: nothing of it is."""
         return self.params.prompt_logprobs
 
 

@@ -59,9 +59,8 @@ class HfTokenizer:
         for name in ("return_tensors", "return_dict", "padding", "truncation", "max_length", "continue_final_message"):
             if variables.pop(name, None):
                 raise RequestError(f"apply_chat_template: {name} is not built yet; leave it out")
-        for name in ("chat_template",):
-            if variables.pop(name, None) is not None:
-                raise RequestError(f"apply_chat_template: {name} is that of the artifact; leave it out")
+        if variables.pop("chat_template", None) is not None:
+            raise RequestError("apply_chat_template: chat_template is that of the artifact; leave it out")
         options = {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._text.render_chat(conversation, **options)
         return self._text.encode_rendered(text) if tokenize else text

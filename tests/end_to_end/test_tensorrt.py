@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import oracle
 import pytest
 import torch
 import transformers
@@ -33,7 +34,6 @@ from inferc.config import CompileConfig, DType, Quantize
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
-from inferc.ir import reference
 from inferc.ir.program import Program
 from inferc.ir.reference import weight_reader
 from inferc.manifest import TENSORRT_LAYERS
@@ -149,7 +149,7 @@ def test_rows_are_the_references_before_each_rounding_to_8_bits(model: str, sche
                 inputs[name.removesuffix(".out")].copy_(value)
         return found["hidden"], found["logits"]
 
-    with roundings.followed(), mock.patch.object(reference, "run_step", step):
+    with roundings.followed(), mock.patch.object(oracle, "run_step", step):
         found = run_lowered(program, read_weight, prompts, 16)
     for ours, theirs in zip(found, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=float(1e-5 * theirs.abs().max()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+import oracle
 import pytest
 import torch
 from families import FAMILIES, by_turns
@@ -20,7 +21,6 @@ from inferc.codegen.tensorrt.segments import plans
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import Checkpoint, load
-from inferc.ir import reference
 from inferc.ir.program import Program
 from inferc.ir.reference import weight_reader
 from inferc.targets import Target
@@ -59,7 +59,7 @@ def test_segments_of_a_family_compute_what_its_references_do(name: str, quantize
         calls.append(given)
         return run_segments(given[0], made, given[1], given[2])  # type: ignore[arg-type]
 
-    with roundings.followed(), mock.patch.object(reference, "run_step", step):
+    with roundings.followed(), mock.patch.object(oracle, "run_step", step):
         found = run_lowered(program, read_weight, PROMPTS, 8)
     assert len(calls) == 4
     for ours, theirs in zip(found, want, strict=True):

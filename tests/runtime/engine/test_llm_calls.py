@@ -73,6 +73,7 @@ def test_what_is_no_prompt_is_told(llm: LLM, prompts: Any, told: str) -> None:
         ("generate", {"sampling_param": GREEDY}, "LLM.generate has no parameter 'sampling_param'; did you mean sampl"),
         ("generate", {"params": GREEDY}, "LLM.generate has no parameter 'params'"),
         ("generate", {"temperature": 0.5}, r"'temperature'; give sampling_params=SamplingParams\(temperature=…\)"),
+        ("generate", {"priority": [1]}, r"'priority'; give sampling_params=SamplingParams\(priority=…\)"),
         ("generate", {"lora_request": object()}, "LLM.generate: lora_request is .*, which is not built yet"),
         ("generate", {"prompt_token_ids": [5]}, "found prompts and prompt_token_ids; give one of them"),
         ("generate", {"sampling_params": {"n": 1}}, "sampling_params: expected SamplingParams, found {'n': 1}"),
