@@ -12,8 +12,7 @@ import platform
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from inferc.backends.partition import RankProgram, Ranks, lower_ranks, partition
 from inferc.codegen.artifact_writer import ArtifactWriter, program_entry
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.select import kernel_named
-from inferc.compiler.certify import Certifier, encoder, make_prompts, run_kernels
+from inferc.compiler.certify import Certifier, encoder, make_prompts, run_kernels, threads_for
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost.expert_loads import ExpertLoads
 from inferc.cost.recorder import CostRecorder
@@ -110,7 +109,7 @@ def compile(
         build = _Build(
             checkpoint, resolved, backend, folder, tokenizer, report, interrupts, generation, passes, ranks, too_large
         )
-        with _threads_for(num_parameters):
+        with threads_for(num_parameters):
             certificate = build.run()
         interrupts.check()
         folder.commit()
@@ -375,7 +374,6 @@ class _Build:
         )
 
 
-SMALL_MODEL = 50_000_000  # the number of parameters below which a model is small
 # Entries of a Hugging Face config that do not describe the model: where it was, and what wrote it.
 VOLATILE_FACTS = ("_name_or_path", "transformers_version")
 
@@ -423,14 +421,3 @@ def _kernel_rows(programs: Sequence[Program], config: LowerConfig) -> list[Kerne
 def _pass_row(record: PassRecord) -> PassRow:
     """Return a line of the manifest's pass log, without the time it took, so that equal input gives equal bytes."""
     return PassRow(record.name, record.rewrites, record.nodes_before, record.nodes_after)
-
-
-@contextmanager
-def _threads_for(num_parameters: int) -> Iterator[None]:
-    """Use one torch thread for a small model, whose products are too small to gain from more threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if num_parameters < SMALL_MODEL else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

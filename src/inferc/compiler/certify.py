@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ PROMPT_TEXT = (
         "    def push(self, item):\n        self.items.append(item)\n"
     ),
 )
+SMALL_MODEL = 50_000_000  # the number of parameters below which a model is small
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,20 @@ class Certifier:
 
     def _judge_positions(self, kl: Tensor, own: Tensor) -> str:
         return drift.over_own(kl, own, self._reference_name, self._has_router)
+
+
+@contextmanager
+def threads_for(num_parameters: int) -> Iterator[None]:
+    """Use one torch thread for a small model, whose products are too small to gain from more threads.
+
+    The references' last bits depend on the number of threads, so what compares with a certificate does the same.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if num_parameters < SMALL_MODEL else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def run_reference(program: Program, token_ids: list[int], read_weight: ReadWeight) -> Tensor:

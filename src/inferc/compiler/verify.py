@@ -10,11 +10,11 @@ from pathlib import Path
 
 from inferc.backends.lower import LowerConfig, lower
 from inferc.backends.partition import prepare
-from inferc.compiler.certify import Certificate, Certifier, Row, encoder, make_prompts, run_kernels
+from inferc.compiler.certify import Certificate, Certifier, Row, encoder, make_prompts, run_kernels, threads_for
 from inferc.compiler.diff import check_same
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
-from inferc.frontend.checkpoint.load import load
+from inferc.frontend.checkpoint.load import Checkpoint, load
 from inferc.ir.program import Program
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.load import load_engine
@@ -58,8 +58,15 @@ def verify(out: Path, model: str, report: Progress) -> Verification:
     report("read the model", 0, 1)
     checkpoint = load(model)
     check_same(artifact, checkpoint)
+    program = capture(checkpoint, artifact.config.dtype, artifact.max_model_len, check=False)
+    with threads_for(artifact.model.num_parameters):
+        return _certified(artifact, target, checkpoint, program, report)
+
+
+def _certified(
+    artifact: Artifact, target: Target, checkpoint: Checkpoint, program: Program, report: Progress
+) -> Verification:
     dtype, max_model_len = artifact.config.dtype, artifact.max_model_len
-    program = capture(checkpoint, dtype, max_model_len, check=False)
     report("run the reference", 0, 1)
     encode = encoder(artifact.tokenizer.contents.get("tokenizer.json"))
     certifier = Certifier(
@@ -87,7 +94,7 @@ def verify(out: Path, model: str, report: Progress) -> Verification:
     else:
         lower(program, config, observe=observe)
     report("run the artifact", 0, 1)
-    certifier.add_kernels(*run_kernels(out, certifier.certificate.prompts, certifier.greedy_tokens))
+    certifier.add_kernels(*run_kernels(artifact.path, certifier.certificate.prompts, certifier.greedy_tokens))
     return _verification(certifier.certificate)
 
 
