@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inferc.errors import ConfigError, RequestError, nearest, shown
+from inferc.errors import ConfigError, RequestError, is_among, nearest, shown
 from inferc.runtime.step.sampling_params import SamplingParams
 
 PARAMETERS = tuple(each.name for each in dataclasses.fields(SamplingParams))
@@ -69,7 +69,7 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
             found[RENAMED[name]] = value
         elif name not in ENGINE:
             found[name] = value
-        elif not _is_among(value, ENGINE[name][0]):
+        elif not is_among(value, ENGINE[name][0]):
             raise ConfigError(f"{name} {ENGINE[name][1]}")
     return found
 
@@ -80,7 +80,7 @@ def refuse(call: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     known: the parameters that the call has. A sampling parameter and a variable of a template are told where they go.
     """
     for name, value in given.items():
-        if name in CALL and _is_among(value, CALL[name]):
+        if name in CALL and is_among(value, CALL[name]):
             continue
         if name in PARAMETERS:
             hint = f"give sampling_params=SamplingParams({name}=…)"
@@ -91,8 +91,3 @@ def refuse(call: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
         else:
             hint = nearest(name, known)
         raise RequestError(f"{call} has no parameter {shown(name)}; {hint}")
-
-
-def _is_among(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Return whether a value is one of these, of the same type: True is no 1."""
-    return any(type(value) is type(each) and value == each for each in neutral)

@@ -23,6 +23,7 @@ class NoForgetting:
 
     def __init__(self, groups: Sequence[FullGroup]) -> None:
         self._groups = groups
+        self._none: I64 = np.zeros(len(groups[0].table), np.int64)  # one a slot, made once: every step asks for it
 
     def most_new(self, position: int) -> int:
         """Return how many tokens from `position` on see the same earlier keys."""
@@ -38,7 +39,7 @@ class NoForgetting:
 
     def num_forgotten(self, slots: I64) -> I64:
         """Return how many tokens the next queries of some slots do not see, between the sinks and the window."""
-        return np.zeros(len(slots), np.int64)
+        return self._none[: len(slots)]
 
     def block_tables(self, slots: I64, forgotten: I64, max_blocks: int) -> tuple[I32, ...]:
         """Return the block tables of some slots, each with its first `max_blocks` entries."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from inferc.errors import RequestError, nearest, shown
+from inferc.errors import RequestError, is_among, nearest, shown
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def _refusing(init: Callable[..., None]) -> Callable[..., None]:
             value = named.pop(name)
             if name not in NOT_BUILT:
                 raise RequestError(f"SamplingParams has no parameter {shown(name)}; {nearest(name, known)}")
-            if not any(type(value) is type(each) and value == each for each in NOT_BUILT[name]):
+            if not is_among(value, NOT_BUILT[name]):
                 raise RequestError(f"{name} is {shown(value)}, which is not built yet; leave it out")
         init(self, *values, **named)
 

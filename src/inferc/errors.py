@@ -63,6 +63,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
 
 
+def is_among(value: object, neutral: tuple[object, ...]) -> bool:
+    """Return whether a value is one of these, of the same type: True is no 1."""
+    return any(type(value) is type(each) and value == each for each in neutral)
+
+
 def shown(value: object, limit: int = SHOWN) -> str:
     """Return the beginning of a value's repr, for a message, without making the whole repr.
 
