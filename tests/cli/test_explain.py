@@ -117,6 +117,7 @@ def test_what_a_kv_cache_in_int8_makes_of_a_70b(tmp_path: Path) -> None:
     assert found["phases"]["decode"]["kv_bytes"] == pytest.approx(plain["phases"]["decode"]["kv_bytes"] * 132 / 256)
 
 
+@pytest.mark.slow
 def test_what_a_scheme_makes_of_a_70b(tmp_path: Path) -> None:
     model = folder(tmp_path / "70b", LLAMA_70B)
     found = explain_json(model, "--device", "h100", "--quantize", "w8a8")

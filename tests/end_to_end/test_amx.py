@@ -16,8 +16,10 @@ from inferc.codegen.cpp import build as cpp_build
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig, Quantize
 
-slow = pytest.mark.slow
-pytestmark = pytest.mark.skipif("avx512" not in ISAS, reason="the rest of the amx code needs AVX-512")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("avx512" not in ISAS, reason="the rest of the amx code needs AVX-512"),
+]
 
 
 @pytest.fixture
@@ -38,10 +40,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     ("family", "scheme", "kv_dtype"),
     [
         ("qwen3", None, "auto"),
-        pytest.param("qwen3", "int8", "auto", marks=slow),
-        pytest.param("qwen3", None, "int8", marks=slow),
-        *[pytest.param("qwen3", each, kv, marks=slow) for each in ("w8a8", "int4") for kv in ("auto", "int8")],
-        *[pytest.param("qwen3_moe", each, "auto", marks=slow) for each in ("w8a8", "int4")],
+        ("qwen3", "int8", "auto"),
+        ("qwen3", None, "int8"),
+        *[("qwen3", each, kv) for each in ("w8a8", "int4") for kv in ("auto", "int8")],
+        *[("qwen3_moe", each, "auto") for each in ("w8a8", "int4")],
     ],
 )
 def test_an_artifact_on_tiles(

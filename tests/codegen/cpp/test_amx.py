@@ -178,7 +178,10 @@ def test_experts_on_tiles_do_not_depend_on_other_rows(tiles: Kernels, scheme: st
 # ------------------------------------------------------------------------------------------ a whole step
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=("plain", "int8-kv"))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, id="plain"), pytest.param(True, id="int8-kv", marks=pytest.mark.slow)],
+)
 def compiled(request: pytest.FixtureRequest) -> Compiled:
     made = Compiled(Shape(BF16, tied=True, qk_norm=True, bias=True, experts=4, int8_kv=request.param), ())
     made.libraries = {"avx512": build_emulated([Unit(made.unit.whole)], made.unit.headers)}
@@ -268,6 +271,7 @@ def innermost_loop(lines: list[tuple[int, str, str]], instruction: str) -> Count
     return min(loops, key=lambda body: body.total())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dot"), [("NS_4bf16E", "tdpbf16ps"), ("a", "tdpbssd")], ids=["bf16", "int8"])
 def test_what_the_inner_loop_is_made_of(kind: str, dot: str) -> None:
     """The loop of 32 rows by two panels has one tile load per product, and else only prefetches and pointer moves."""
@@ -281,6 +285,7 @@ def test_what_the_inner_loop_is_made_of(kind: str, dot: str) -> None:
     assert sum(others.values()) <= 20, others  # eight additions, the rest is about what is fetched
 
 
+@pytest.mark.slow
 def test_what_four_bits_cost_on_tiles() -> None:
     """A multiply, a subtraction and a store for each 64 bytes that are made of them; sums stay in tiles."""
     functions = disassembled("amx")
