@@ -49,20 +49,19 @@ WINDOWS = dict.fromkeys(("sliding_window", "attention_chunk_size"), MAX_WINDOW)
 
 def check_capture(program: Program, checkpoint: Checkpoint, max_model_len: int | None = None) -> None:
     """Raise ExportError, naming the difference, unless `program` computes what the checkpoint's model computes."""
-    check_attention_count(program, checkpoint.name)
     length = sequence_length(checkpoint.config, max_model_len)
     own = _other_weights(program, checkpoint) if _is_small(program) else None
     if own is not None:
         model, reader = own
-        _check_positions(model, checkpoint.name)
+        check_positions(model, checkpoint.name)
         fix_rope(model, length)
         _check_logits(program, reader, model, program.info.num_attention_layers, checkpoint.name)
         log.info("capture of %s checked on other weights", checkpoint.name)
         return
     num_layers = distinct_prefix(program)
     model = _small_model(checkpoint, num_layers)
-    _check_positions(model, checkpoint.name)
-    reader = _in_checkpoint_form(model, program)
+    check_positions(model, checkpoint.name)
+    reader = checkpoint_form(model, program)
     twin = Checkpoint(model.config, checkpoint.model_class, reader.tensors, reader)
     small = export_model(twin, "float32", length)
     fix_rope(model, length)
@@ -255,7 +254,7 @@ def _other_weights(program: Program, checkpoint: Checkpoint) -> tuple[Any, Tenso
     except Exception as error:  # noqa: BLE001  a small copy may still run, or will say why not
         log.debug("%s with other weights: %s", checkpoint.name, error)
         return None
-    reader = _in_checkpoint_form(model, program)
+    reader = checkpoint_form(model, program)
     return (model, reader) if checkpoint.tensors.items() <= reader.tensors.items() else None
 
 
@@ -264,7 +263,7 @@ def _random_model(checkpoint: Checkpoint, config: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = trace.build(checkpoint.model_class, config, torch.float32, "cpu")
-        _run_eager(model, *_example(model, 4, 4))
+        run_eager(model, *example(model, 4, 4))
         _randomise(model)
     return model
 
@@ -299,12 +298,15 @@ def _randomise(model: Any) -> None:
         parameter.add_(torch.randn(parameter.shape), alpha=scale)
 
 
-def _in_checkpoint_form(model: Any, program: Program) -> TensorDictReader:
-    """Return the copy's tensors in the form of the real checkpoint: per expert where that one has them per expert."""
+def checkpoint_form(model: Any, program: Program) -> TensorDictReader:
+    """Return a model's tensors in the form of the checkpoint that `program` reads.
+
+    They have the names of that one, and are one tensor per expert where it has one.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    if any(weight.op not in ("source", "cast", "constant") for weight in program.weights.values()):
+    if any(leaf.name not in state for weight in program.weights.values() for leaf in weight.sources() if leaf.name):
         state = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, state).items()}
     return TensorDictReader(state)
 
@@ -312,7 +314,7 @@ def _in_checkpoint_form(model: Any, program: Program) -> TensorDictReader:
 # ----------------------------------------------------------------------------------------------- comparing
 
 
-def _example(model: Any, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+def example(model: Any, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
     """Return token ids and positions, each [1, num_tokens].
 
     The positions are the last of the context or of `length`, whichever is longer, but below LAST_POSITION.
@@ -323,7 +325,7 @@ def _example(model: Any, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
     return token_ids, torch.arange(end - num_tokens, end)[None]
 
 
-def _run_eager(model: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
+def run_eager(model: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
     ids = positions + first_position(model.config)
     extra = {"position_ids": ids} if takes_positions(type(model)) else {}
     with trace.quiet(), torch.no_grad():
@@ -331,7 +333,7 @@ def _run_eager(model: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
     return logits
 
 
-def _check_positions(model: Any, where: str) -> None:
+def check_positions(model: Any, where: str) -> None:
     """Raise ExportError unless a model without given positions counts them as a compiled model does."""
     if not takes_positions(type(model)):
         return
@@ -339,7 +341,7 @@ def _check_positions(model: Any, where: str) -> None:
     token_ids = (padding + 1 + torch.arange(4)[None]) % size  # no padding tokens, which some models do not count
     with trace.quiet(), torch.no_grad():
         own: Tensor = model(input_ids=token_ids, use_cache=False).logits
-    if _relative(_run_eager(model, token_ids, torch.arange(4)[None]), own) > TOLERANCE:
+    if _relative(run_eager(model, token_ids, torch.arange(4)[None]), own) > TOLERANCE:
         raise ExportError(
             f"{where}: with position_ids from {first_position(model.config)} on the model gives other logits than with"
             " none; expected a model whose positions count tokens"
@@ -370,8 +372,8 @@ def _op(node: fx.Node) -> str:
 
 def _check_logits(small: Program, reader: TensorDictReader, model: Any, num_layers: int, where: str) -> None:
     num_tokens = max(NUM_TOKENS, _widest_window(small) + 9)
-    token_ids, positions = _example(model, num_tokens, small.info.max_model_len)
-    expected = _run_eager(model, token_ids, positions)
+    token_ids, positions = example(model, num_tokens, small.info.max_model_len)
+    expected = run_eager(model, token_ids, positions)
     values = {name: weight_lib.read_whole(weight, reader) for name, weight in small.weights.items()}
     inputs = {"token_ids": token_ids, "positions": positions}
     (logits,) = small.run(inputs, values.__getitem__)
@@ -404,7 +406,7 @@ def _first_difference(small: Program, model: Any, values: dict[str, Tensor], inp
         layer.register_forward_hook(lambda _m, _a, out: eager.append(out[0] if isinstance(out, tuple) else out))
         for layer in model.get_submodule(Names(model).layers)
     ]
-    _run_eager(model, inputs["token_ids"], inputs["positions"])
+    run_eager(model, inputs["token_ids"], inputs["positions"])
     for hook in hooks:
         hook.remove()
     output = small.output()

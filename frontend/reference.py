@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,16 @@ from inferc.frontend.trace import torch_export as trace
 from inferc.frontend.trace.rope import fix_rope
 
 
-def reference_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | None = None) -> Any:
+def reference_model(
+    checkpoint: Checkpoint,
+    dtype: str,
+    max_model_len: int | None = None,
+    shorten: Callable[[Any], Any] | None = None,
+) -> Any:
     """Return the transformers model of a checkpoint on the CPU, in `dtype`, with the attention of transformers' choice.
 
     A rope that depends on length is fixed as in `export_model`, since that is what the compiled model promises.
+    shorten: maps the config to that of a model with fewer layers, of which nothing more is read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.quantization_config import Mxfp4Config
@@ -30,12 +36,13 @@ def reference_model(checkpoint: Checkpoint, dtype: str, max_model_len: int | Non
             config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
             # It is set here, because the attention that config.json names would override an option.
             config._attn_implementation = _attention(checkpoint)
+            config = shorten(config) if shorten else config
             model: Any = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder, config=config, dtype=DTYPES[dtype], local_files_only=True, **options
             )
         model.eval().requires_grad_(False)
     else:
-        model = _copy_module(checkpoint, DTYPES[dtype])
+        model = _copy_module(checkpoint, DTYPES[dtype], shorten)
     fix_rope(model, sequence_length(checkpoint.config, max_model_len))
     return model
 
@@ -51,14 +58,16 @@ def _attention(checkpoint: Checkpoint) -> str | None:
     return "eager" if has_softcap or named not in (None, "eager", "sdpa") else named
 
 
-def _copy_module(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+def _copy_module(checkpoint: Checkpoint, dtype: torch.dtype, shorten: Callable[[Any], Any] | None) -> Any:
     """Copy the checkpoint's module with its parameters in `dtype`; buffers (rope frequencies) keep their dtype."""
     assert checkpoint.module is not None
-    model = trace.build(checkpoint.model_class, checkpoint.config, dtype, "cpu", attention=_attention(checkpoint))
-    model.load_state_dict(checkpoint.module.state_dict())
+    config = shorten(checkpoint.config) if shorten else checkpoint.config
+    model = trace.build(checkpoint.model_class, config, dtype, "cpu", attention=_attention(checkpoint))
+    model.load_state_dict(checkpoint.module.state_dict(), strict=shorten is None)
     own = dict(model.named_buffers())
     for name, buffer in checkpoint.module.named_buffers():
-        own[name].copy_(buffer)
+        if name in own:
+            own[name].copy_(buffer)
     return model
 
 

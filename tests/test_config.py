@@ -11,7 +11,7 @@ import pytest
 from inferc.config import CompileConfig, ContextLength, EngineConfig, from_dict, parse_bytes
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_groups import CacheGroup, WindowCacheGroup
-from inferc.system.resources import available_cores, available_memory_bytes
+from inferc.system.resources import available_cores
 
 CONTEXT = ContextLength(4096, 4096)
 GROUPS = (CacheGroup(1000),)
@@ -31,7 +31,7 @@ GROUPS = (CacheGroup(1000),)
         ({"max_model_len": 0}, "max_model_len is 0, expected at least 1"),
         ({"max_model_len": "long"}, "max_model_len is 'long', expected auto or a whole number"),
         ({"block_size": 24}, "block_size 24 is not a multiple of 16; use 16 or 32"),
-        ({"certify": True}, "certify is True, expected full or layers or none or auto"),
+        ({"certify": True}, "certify is True, expected auto or full or layers or none"),
         ({"allow_drift": 1}, "allow_drift is 1, expected true or false"),
     ],
 )
@@ -85,61 +85,56 @@ def test_a_token_budget_below_the_sequences_is_refused() -> None:
 
 def test_compile_config_resolves_and_logs(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "inferc.config"):
-        resolved = CompileConfig().resolve("bfloat16", CONTEXT, 1000)
+        resolved = CompileConfig().resolve("bfloat16", CONTEXT)
     assert resolved.dtype == resolved.kv_dtype == "bfloat16"
-    assert (resolved.max_model_len, resolved.block_size, resolved.certify) == (4096, 32, "full")
+    assert (resolved.max_model_len, resolved.block_size, resolved.certify) == (4096, 32, "auto")
     assert "max_model_len=4096" in caplog.text
-    assert "auto" not in dataclasses.asdict(resolved).values()
+    assert [name for name, value in dataclasses.asdict(resolved).items() if value == "auto"] == ["certify"]
 
 
 def test_given_values_stay() -> None:
     config = CompileConfig(target="reference", dtype="float32", max_model_len=128, block_size=16, certify="none")
-    resolved = config.resolve("bfloat16", CONTEXT, 1000)
+    resolved = config.resolve("bfloat16", CONTEXT)
     assert (resolved.target, resolved.dtype, resolved.max_model_len) == ("reference", "float32", 128)
     assert (resolved.block_size, resolved.certify) == (16, "none")
 
 
-def test_a_large_model_certifies_layers() -> None:
-    resolved = CompileConfig().resolve("bfloat16", CONTEXT, available_memory_bytes())
-    assert resolved.certify == "layers"
-
-
 def test_a_float16_checkpoint_needs_a_choice_where_nothing_computes_in_it() -> None:
     with pytest.raises(UnsupportedError, match="checkpoint's dtype is float16.*--dtype float32"):
-        CompileConfig().resolve("float16", CONTEXT, 1000)
-    assert CompileConfig(dtype="float32").resolve("float16", CONTEXT, 1000).dtype == "float32"
-    resolved = CompileConfig(target="tensorrt:sm_86").resolve("float16", CONTEXT, 1000)
+        CompileConfig().resolve("float16", CONTEXT)
+    assert CompileConfig(dtype="float32").resolve("float16", CONTEXT).dtype == "float32"
+    resolved = CompileConfig(target="tensorrt:sm_86").resolve("float16", CONTEXT)
     assert (resolved.dtype, resolved.kv_dtype) == ("float16", "float16")
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len 9000 is more than the 4096 positions"):
-        CompileConfig(max_model_len=9000).resolve("bfloat16", CONTEXT, 1000)
+        CompileConfig(max_model_len=9000).resolve("bfloat16", CONTEXT)
 
 
 def test_rope_scaling_extends_the_context_when_asked_to() -> None:
     scaled = ContextLength(4096, 16384)
-    assert CompileConfig().resolve("bfloat16", scaled, 1000).max_model_len == 4096
-    assert CompileConfig(max_model_len=9000).resolve("bfloat16", scaled, 1000).max_model_len == 9000
+    assert CompileConfig().resolve("bfloat16", scaled).max_model_len == 4096
+    assert CompileConfig(max_model_len=9000).resolve("bfloat16", scaled).max_model_len == 9000
     with pytest.raises(ConfigError, match="more than the 16384 positions the model was made for with its rope scaling"):
-        CompileConfig(max_model_len=16385).resolve("bfloat16", scaled, 1000)
+        CompileConfig(max_model_len=16385).resolve("bfloat16", scaled)
 
 
 def test_a_context_that_is_not_known_must_be_given() -> None:
     unknown = ContextLength(None, None)
     with pytest.raises(ConfigError, match="no max_position_embeddings.*give --max-model-len"):
-        CompileConfig().resolve("bfloat16", unknown, 1000)
-    assert CompileConfig(max_model_len=9000).resolve("bfloat16", unknown, 1000).max_model_len == 9000
+        CompileConfig().resolve("bfloat16", unknown)
+    assert CompileConfig(max_model_len=9000).resolve("bfloat16", unknown).max_model_len == 9000
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="kv_dtype float32 differs from dtype bfloat16.*or use int8"):
-        CompileConfig(kv_dtype="float32").resolve("bfloat16", CONTEXT, 1000)
+        CompileConfig(kv_dtype="float32").resolve("bfloat16", CONTEXT)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_cache_in_int8_goes_with_every_dtype(dtype: str) -> None:
-    assert CompileConfig(kv_dtype="int8").resolve(dtype, CONTEXT, 1000).kv_dtype == "int8"
+    assert CompileConfig(kv_dtype="int8").resolve(dtype, CONTEXT).kv_dtype == "int8"
 
 
 def test_engine_config_resolves() -> None:

@@ -62,6 +62,7 @@ LOOSE = {
     "": SHARED | {"__main__", "extend"},
     "frontend": {
         "capture",
+        "capture_cache",
         "check",
         "convert",
         "export",
@@ -71,6 +72,7 @@ LOOSE = {
         "nodes",
         "reference",
         "repeat",
+        "wide",
     },
     "passes": {"pipeline", "rewrite", "user_passes", "verify"},
     "codegen": {

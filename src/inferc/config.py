@@ -28,7 +28,7 @@ Auto = Literal["auto"]
 DType = Literal["bfloat16", "float32", "float16"]
 KVDType = Literal["bfloat16", "float32", "float16", "int8"]
 Quantize = Literal["int8", "w8a8", "fp8", "int4", "int4-g32", "int4-g64", "int4-g128"]
-Certify = Literal["full", "layers", "none"]
+Certify = Literal["auto", "full", "layers", "none"]
 Isa = Literal["avx2", "avx512", "amx", "neon", "neon_bf16"]
 
 # Values of options that name something real which is not built: they are refused by name and not as typos.
@@ -73,7 +73,7 @@ class CompileConfig:
     kv_dtype: KVDType | Auto = "auto"  # the dtype of the KV cache; auto: `dtype`
     max_model_len: int | Auto = "auto"  # the longest sequence; auto: the length that the model was trained for
     block_size: int | Auto = "auto"  # the tokens of a KV cache block
-    certify: Certify | Auto = "auto"  # auto: full where the float32 model fits in memory, else layers
+    certify: Certify = "auto"  # auto: the program on its kinds of layers, the kernels on the whole model
     allow_drift: bool = False  # whether to write an artifact whose certificate is over its budget
     passes: tuple[Any, ...] = ()  # the user's passes: "module:name", "file.py:name" or, from Python, the object
     tp: int = 1  # tensor-parallel ranks, each with a part of every layer
@@ -111,11 +111,8 @@ class CompileConfig:
         if self.block_size != "auto" and target.spec.kv == "dense":
             raise target.refuse("--block-size", self.block_size, (), DEFAULT_TARGET)
 
-    def resolve(self, model_dtype: str, context: ContextLength, float32_bytes: int) -> ResolvedCompileConfig:
-        """Turn every "auto" into a value for a model of this dtype, context and size, and log the values.
-
-        float32_bytes: the size of the model in float32.
-        """
+    def resolve(self, model_dtype: str, context: ContextLength) -> ResolvedCompileConfig:
+        """Turn each "auto" but that of `certify` into a value for a model of this dtype and context; log the values."""
         spec = find_spec(self.target)
         own_dtype = spec.default_dtype or model_dtype
         if self.dtype == "auto" and own_dtype not in spec.dtypes:
@@ -138,7 +135,7 @@ class CompileConfig:
             kv_dtype=kv_dtype,
             max_model_len=max_model_len,
             block_size=spec.dense_row(max_model_len) if spec.kv == "dense" else block_size,
-            certify=_certify_that_fits(float32_bytes) if self.certify == "auto" else self.certify,
+            certify=self.certify,
             allow_drift=self.allow_drift,
             passes=tuple(os.path.basename(pass_spec(each)) for each in self.passes),  # no paths in an artifact
             tp=self.tp,
@@ -326,18 +323,6 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ConfigError(f"{text!r} is not a size; write for example 512MiB, 2GiB or a number of bytes")
     return int(float(match[1]) * SIZE_UNITS[(match[2] or "").lower()])
-
-
-def _certify_that_fits(float32_bytes: int) -> Certify:
-    """Return "full" if the reference runs fit in memory, else "layers".
-
-    They hold the model twice: Hugging Face's module and the Program's materialised weights.
-    """
-    available = available_memory_bytes()
-    if 2 * float32_bytes <= available // 2:
-        return "full"
-    log.info("certify=layers: a float32 reference needs %d bytes of the %d free", 2 * float32_bytes, available)
-    return "layers"
 
 
 def _check_positive(config: Any, *names: str) -> None:

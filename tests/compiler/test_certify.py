@@ -10,7 +10,9 @@ from random_models import make_random_model
 
 from inferc.backends.lower import LowerConfig
 from inferc.compiler.build import compile
-from inferc.compiler.certify import Certifier, make_prompts, run_kernels
+from inferc.compiler.certify import Certifier
+from inferc.compiler.prompts import make_prompts
+from inferc.compiler.run_kernels import run_kernels
 from inferc.config import CompileConfig
 from inferc.errors import VerifyError
 from inferc.frontend.checkpoint.load import load
@@ -92,16 +94,16 @@ def test_none(tiny_artifact: Path) -> None:
 def test_what_drifts_is_refused_by_name(tiny_llama_folder: Path) -> None:
     certifier = Certifier(load(tiny_llama_folder), "float32", PROMPTS, "", max_model_len=256)
     reference = [logits.clone() for logits in certifier.reference]
-    certifier.add("exact", "reference", reference)
+    certifier.judge.add("exact", "reference", reference)
     reference[1][4, 3] += 0.5
     with pytest.raises(
         VerifyError, match=r"fuse_all \(run by reference\): its logits are off by .*--allow-drift compiles"
     ):
-        certifier.add("fuse_all", "reference", reference)
+        certifier.judge.add("fuse_all", "reference", reference)
 
 
 def test_a_constant_added_to_a_position_is_no_drift(certifier: Certifier) -> None:
-    certifier.add("shifted", "reference", [logits + 3.0 for logits in certifier.reference])
+    certifier.judge.add("shifted", "reference", [logits + 3.0 for logits in certifier.reference])
     assert certifier.certificate.rows[-1].ok
 
 
@@ -125,7 +127,7 @@ def test_one_broken_position_is_refused_in_bfloat16(half_certifier: Certifier, w
     """However few they are: the mean alone would drown in its own standard error."""
     logits = own_logits(half_certifier)
     logits[1][where] = torch.randn(logits[1].shape[-1]) * 30
-    half_certifier.add("kernels", "cpu", logits)
+    half_certifier.judge.add("kernels", "cpu", logits)
     row = half_certifier.certificate.rows[-1]
     assert not row.ok and row.reason.startswith("a position's KL to float32 is")
 
@@ -134,25 +136,25 @@ def test_a_little_worse_everywhere_is_refused_in_bfloat16(half_certifier: Certif
     torch.manual_seed(0)
     wide = half_certifier.reference
     noisy = [w + 2.5 * (own - w) for w, own in zip(wide, own_logits(half_certifier), strict=True)]
-    half_certifier.add("kernels", "cpu", noisy)
+    half_certifier.judge.add("kernels", "cpu", noisy)
     row = half_certifier.certificate.rows[-1]
     assert not row.ok and row.reason.startswith("its KL to float32 is")
 
 
 def test_a_router_may_choose_otherwise_at_a_few_positions(half_certifier: Certifier) -> None:
     def judged(count: int, has_router: bool) -> bool:
-        half_certifier._has_router = has_router
+        half_certifier.judge.has_router = has_router
         own = torch.full((100,), 1e-4)
         kl = own.clone()
         kl[:count] = 0.5
-        return not half_certifier._judge_positions(kl, own)
+        return not half_certifier.judge._judge_positions(kl, own)
 
     assert judged(0, False) and not judged(1, False)
     assert judged(3, True) and not judged(4, True)
 
 
 def test_allowed_drift_is_recorded(certifier: Certifier) -> None:
-    certifier.add("noisy", "reference", [logits + torch.randn_like(logits) for logits in certifier.reference])
+    certifier.judge.add("noisy", "reference", [logits + torch.randn_like(logits) for logits in certifier.reference])
     row = certifier.certificate.rows[-1]
     assert not row.ok
     assert row.reason.startswith("its logits are off by")
@@ -160,7 +162,7 @@ def test_allowed_drift_is_recorded(certifier: Certifier) -> None:
 
 
 def test_numbers_that_are_none_are_refused(certifier: Certifier) -> None:
-    certifier.add("broken", "reference", [logits * float("nan") for logits in certifier.reference])
+    certifier.judge.add("broken", "reference", [logits * float("nan") for logits in certifier.reference])
     assert certifier.certificate.rows[-1].reason == "its logits are not all finite numbers"
     json.dumps(certifier.certificate.to_json(), allow_nan=False)
 

@@ -90,7 +90,7 @@ def test_experts_with_biases_and_with_scaled_inputs(family: str, scheme: str, tm
 def certifier(tiny_llama_folder: Path) -> Certifier:
     """Return a certifier that is about to see the row of `quantize`."""
     made = Certifier(load(tiny_llama_folder), "float32", PROMPTS, "", max_model_len=256)
-    made._budget = SCHEMES["int8"].budget
+    made.judge.budget = SCHEMES["int8"].budget
     return made
 
 
@@ -101,7 +101,7 @@ def noisy(certifier: Certifier, size: float) -> list[torch.Tensor]:
 
 def test_over_its_budget_it_is_refused(certifier: Certifier) -> None:
     with pytest.raises(VerifyError, match=r"its KL to float32 is .* nats, int8 is allowed 1.00e-02; --allow-drift"):
-        certifier.add("quantize", "reference", noisy(certifier, 1.0))
+        certifier.judge.add("quantize", "reference", noisy(certifier, 1.0))
 
 
 def test_other_tokens_than_the_budget_allows_are_refused(certifier: Certifier) -> None:
@@ -110,23 +110,23 @@ def test_other_tokens_than_the_budget_allows_are_refused(certifier: Certifier) -
         values, ids = logits.topk(2, -1)
         middle = values.mean(-1)
         logits.scatter_(1, ids, torch.stack((middle, middle + 1e-4), -1))
-    certifier._budget = replace(SCHEMES["w8a8"].budget, max_kl=10.0)
+    certifier.judge.budget = replace(SCHEMES["w8a8"].budget, max_kl=10.0)
     with pytest.raises(VerifyError, match=r"its own at 0\.0% of the positions, w8a8 needs 85%"):
-        certifier.add("quantize", "reference", other)
+        certifier.judge.add("quantize", "reference", other)
 
 
 def test_what_follows_is_measured_by_the_quantized_program(certifier: Certifier) -> None:
-    certifier.add("quantize", "reference", noisy(certifier, 0.05))
-    certifier.add("fuse", "reference", noisy(certifier, 0.05))
+    certifier.judge.add("quantize", "reference", noisy(certifier, 0.05))
+    certifier.judge.add("fuse", "reference", noisy(certifier, 0.05))
     assert certifier.certificate.rows[-1].ok
     with pytest.raises(VerifyError, match=r"kernels .* the int8 program's own by the references is"):
-        certifier.add("kernels", "cpu", noisy(certifier, 0.12))
+        certifier.judge.add("kernels", "cpu", noisy(certifier, 0.12))
 
 
 def test_kernels_that_round_rows_have_the_budget_again(certifier: Certifier) -> None:
     certifier.certificate.lossy = [replace(SCHEMES["int8"].budget, min_top1=0.5)]
     certifier._kernels_round = True
-    certifier.add("quantize", "reference", noisy(certifier, 0.05))
+    certifier.judge.add("quantize", "reference", noisy(certifier, 0.05))
     certifier.add_kernels("onnxruntime", noisy(certifier, 0.12), [])
     assert certifier.certificate.rows[-1].ok
     with pytest.raises(VerifyError, match=r"kernels .*, int8 is allowed 1.00e-02"):

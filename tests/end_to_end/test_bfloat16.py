@@ -23,7 +23,7 @@ def test_kl_and_top1_are_no_worse_than_hugging_faces_own(name: str, tmp_path: Pa
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
-    from inferc.compiler.certify import run_kernels
+    from inferc.compiler.run_kernels import run_kernels
 
     folder = SHIPPED / name
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -21,7 +21,7 @@ from random_models import make_random_model
 
 import inferc
 from inferc.compiler.build import compile
-from inferc.compiler.certify import run_kernels
+from inferc.compiler.run_kernels import run_kernels
 from inferc.config import CompileConfig
 from inferc.frontend.checkpoint.load import load
 from inferc.frontend.reference import reference_logits, reference_model

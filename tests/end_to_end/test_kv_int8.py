@@ -15,7 +15,7 @@ from torch import Tensor
 import inferc
 from inferc.backends.lower import LowerConfig, lower
 from inferc.compiler.build import compile
-from inferc.compiler.certify import run_kernels
+from inferc.compiler.run_kernels import run_kernels
 from inferc.config import CompileConfig
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load

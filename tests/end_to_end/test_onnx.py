@@ -23,7 +23,7 @@ from serving import Server
 import inferc
 from inferc.client import Client
 from inferc.compiler.build import compile
-from inferc.compiler.certify import run_kernels
+from inferc.compiler.run_kernels import run_kernels
 from inferc.config import CompileConfig
 from inferc.errors import ArtifactError, ConfigError, UnsupportedError
 from inferc.runtime.artifact.load import load_artifact

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import inferc
 from inferc.compiler.build import compile
-from inferc.compiler.certify import run_kernels
+from inferc.compiler.run_kernels import run_kernels
 from inferc.config import CompileConfig, Quantize
 from inferc.runtime.artifact.inspect import inspect_artifact
 

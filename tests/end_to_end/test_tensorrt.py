@@ -28,8 +28,8 @@ import inferc
 from inferc.backends.lower import LowerConfig, lower
 from inferc.codegen.tensorrt.adapter import to_build
 from inferc.compiler.build import compile
-from inferc.compiler.certify import run_kernels
 from inferc.compiler.drift import measure
+from inferc.compiler.run_kernels import run_kernels
 from inferc.config import CompileConfig, DType, Quantize
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture

@@ -238,7 +238,7 @@ def test_a_branch_on_the_number_of_tokens_is_refused(
         return found
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
-    monkeypatch.setattr(capture_module._KEPT, "programs", OrderedDict())  # what was captured before is forgotten
+    monkeypatch.setattr(capture_module.KEPT, "in_memory", OrderedDict())  # what was captured before is forgotten
     with pytest.raises(ExportError, match=message):
         capture(tiny_llama_folder, "float32", check=False)
 
@@ -270,7 +270,7 @@ def test_what_was_captured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return repeat.trace_once(model)
 
     monkeypatch.setattr(export, "trace_once", trace_once)
-    monkeypatch.setattr(capture_module._KEPT, "programs", OrderedDict())  # what was captured before is forgotten
+    monkeypatch.setattr(capture_module.KEPT, "in_memory", OrderedDict())  # what was captured before is forgotten
     first = capture(folder, "float32", 64, check=False)
     text = json.dumps(program_lib.to_json(first))
     first.graph.eliminate_dead_code()

@@ -445,7 +445,7 @@ def test_modules_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_config_names_passes() -> None:
     """The artifact does not depend on the folder of the passes: equal input gives equal bytes wherever it is."""
     config = CompileConfig(passes=("/some/where/own.py:one", "own.two:two", a_pass(leave_alone)))
-    resolved = config.resolve("float32", ContextLength(64, 64), 1)
+    resolved = config.resolve("float32", ContextLength(64, 64))
     assert resolved.passes == ("own.py:one", "own.two:two", f"{__name__}:edit")
     with pytest.raises(ConfigError, match="passes is 'own:one', expected a tuple"):
         CompileConfig(passes="own:one")  # type: ignore[arg-type]

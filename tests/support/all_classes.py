@@ -124,7 +124,7 @@ def try_class(model_type: str, folder: Path, **overrides: Any) -> Found:
     """Make, compile and run a small model of a type; what is not refused is held against transformers' own code."""
     from inferc.backends.lower import LowerConfig, lower
     from inferc.compiler.build import compile
-    from inferc.compiler.certify import run_kernels
+    from inferc.compiler.run_kernels import run_kernels
     from inferc.config import CompileConfig
     from inferc.errors import InfercError
     from inferc.frontend.capture import capture

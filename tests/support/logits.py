@@ -14,10 +14,10 @@ import transformers
 from torch import Tensor
 
 from inferc.backends.lower import LowerConfig, lower
-from inferc.compiler.certify import run_kernels, run_reference
+from inferc.compiler.run_kernels import run_kernels
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import load
-from inferc.ir.reference import weight_reader
+from inferc.ir.reference import run_sequence, weight_reader
 from inferc.targets import Target
 
 TOLERANCE = 1e-5  # of the largest logit, in float32
@@ -51,7 +51,7 @@ def by_program(folder: Path, target: str = "cpu", dtype: str = "float32") -> lis
     checkpoint = load(folder)
     program = capture(checkpoint, dtype, 128)
     lower(program, LowerConfig(Target.parse(target)))
-    return [run_reference(program, each, weight_reader(program, checkpoint.reader)) for each in prompts()]
+    return [run_sequence(program, each, weight_reader(program, checkpoint.reader)) for each in prompts()]
 
 
 def by_kernels(artifact: Path) -> list[Tensor]:

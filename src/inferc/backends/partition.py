@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from inferc.backends.lower import LowerConfig, build_pipeline
+from inferc.backends.lower import LowerConfig, build_pipeline, lower
 from inferc.errors import ConfigError
 from inferc.ir.program import Program
 from inferc.passes.parallel.expert_placement import Placement
@@ -66,9 +66,23 @@ class RankProgram:
         return f"{self.label}:" if self.label else ""
 
 
-def lower_ranks(program: Program, config: LowerConfig, ranks: Ranks) -> list[RankProgram]:
-    """Lower a captured program for all ranks and return their programs; it is itself lowered up to the partition."""
-    prepare(program, config)
+def by_stage(ranks: Sequence[RankProgram]) -> list[list[Program]]:
+    """Return the programs of all ranks by pipeline stage, as `run_partitioned` takes them."""
+    last = max(each.pp_stage for each in ranks)
+    return [[each.program for each in ranks if each.pp_stage == stage] for stage in range(last + 1)]
+
+
+def lower_ranks(
+    program: Program, config: LowerConfig, ranks: Ranks, observe: Observe | None = None
+) -> list[RankProgram]:
+    """Lower a captured program for all ranks and return their programs; it is itself lowered up to the partition.
+
+    A single rank's program is the given one, lowered as a whole. observe: sees the passes in front of the partition.
+    """
+    if ranks.count == 1:
+        records = lower(program, config, observe=observe)
+        return [RankProgram(program, 0, 0, records=records)]
+    prepare(program, config, observe)
     return partition(program, config, ranks)
 
 

@@ -26,7 +26,12 @@ from inferc.backends.partition import RankProgram, Ranks, lower_ranks, partition
 from inferc.codegen.artifact_writer import ArtifactWriter, program_entry
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.select import kernel_named
-from inferc.compiler.certify import Certifier, encoder, make_prompts, run_kernels, threads_for
+from inferc.compiler.certificate import Certificate
+from inferc.compiler.certify import Certifier, threads_for
+from inferc.compiler.equivalence import ProgramCheck
+from inferc.compiler.kernel_check import check_kernels
+from inferc.compiler.prompts import encoder, make_long_prompt, make_prompts
+from inferc.compiler.run_kernels import run_kernels
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost.expert_loads import ExpertLoads
 from inferc.cost.recorder import CostRecorder
@@ -59,6 +64,8 @@ from inferc.targets import Target
 from inferc.version import __version__
 
 log = logging.getLogger(__name__)
+
+Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
@@ -102,13 +109,10 @@ def compile(
         checkpoint = load_module(model) if isinstance(model, torch.nn.Module) else load(model)
         num_parameters = sum(torch.Size(shape).numel() for shape, _ in checkpoint.tensors.values())
         ranks = _ranks(config)
-        resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 4 * num_parameters)
-        too_large = config.certify == "auto" and resolved.certify == "layers"
+        resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config))
         generation = generation_defaults(checkpoint)
         sampling_params.generation_defaults(generation)  # before compiling, report defaults that no request may have
-        build = _Build(
-            checkpoint, resolved, backend, folder, tokenizer, report, interrupts, generation, passes, ranks, too_large
-        )
+        build = _Build(checkpoint, resolved, backend, folder, tokenizer, report, interrupts, generation, passes, ranks)
         with threads_for(num_parameters):
             certificate = build.run()
         interrupts.check()
@@ -140,7 +144,6 @@ class _Build:
         generation: dict[str, Any],
         passes: tuple[UserPass, ...],
         ranks: Ranks,
-        too_large: bool = False,
         for_here: bool = False,
     ) -> None:
         self.checkpoint, self.config, self.folder, self.report = checkpoint, config, folder, report
@@ -151,7 +154,7 @@ class _Build:
         )
         self.pipeline = build_pipeline(self.lower_config)
         self.target = self.lower_config.target
-        self.tokenizer, self.ranks, self.too_large = tokenizer, ranks, too_large
+        self.tokenizer, self.ranks = tokenizer, ranks
         self.backend = backend
         self.output = Output(self.writer, folder.path, self.lower_config, report, ranks.count, for_here)
         self.records: list[PassRecord] = []
@@ -176,24 +179,60 @@ class _Build:
         if "chat_template.jinja" in tokenizer:
             self._check_chat()
         self.report("capture", 0, 1)
-        program = capture(self.checkpoint, self.config.dtype, self.config.max_model_len)
-        certifier = None
-        if self.config.certify == "full":
-            self._check_lowers(program)
-            encode = encoder(tokenizer.get("tokenizer.json"))
-            certifier = self._certifier(self.checkpoint, program, "the model itself", encode)
-        copied = None
-        if self.config.certify == "layers":
-            copied = random_copy(program, self.checkpoint, self.config.dtype, self.ranks.pp, self.ranks.tp)
+        is_compared = self.config.certify == "auto"
+        program = capture(self.checkpoint, self.config.dtype, self.config.max_model_len, is_compared=is_compared)
+        encode = encoder(tokenizer.get("tokenizer.json"))
+        certify = {"auto": self._certify, "full": self._certify_whole, "layers": self._certify_layers}
+        make = certify.get(self.config.certify)
+        if make is None:
+            self.lower_and_write(program, None)
+            return None
+        manifest, certificate = make(program, encode)
+        self.writer.add(CERTIFICATE, json_bytes(certificate.to_json()))
+        self.writer.write_manifest(manifest)
+        return certificate.to_json()
+
+    def _certify(self, program: Program, encode: Encode | None) -> tuple[ManifestFacts, Certificate]:
+        """Write the artifact; certify that the program is the model, and that the kernels compute it here."""
+        captured = program_lib.from_json(program_lib.to_json(program))
+        length, allow_drift = self.config.max_model_len, self.config.allow_drift
+        certificate = Certificate("", [make_long_prompt(encode, program.info.vocab_size, length)])
+        lowered: list[RankProgram] = []
+
+        def check(ranks: list[RankProgram]) -> None:
+            lowered.extend(ranks)
+            check = ProgramCheck(self.checkpoint, captured, ranks, self.lower_config, self.ranks, length)
+            certificate.scope = check.run(certificate, allow_drift, self.report)
+
+        manifest = self.lower_and_write(program, None, check)
+        if self.target.spec.kernels_certified == "compile":
+            programs = [each.program for each in lowered]
+            check_kernels(
+                certificate,
+                self.checkpoint,
+                programs,
+                self.folder.path,
+                self.config.dtype,
+                length,
+                allow_drift,
+                self.report,
+            )
+            certificate.scope += f"; the kernels on the model itself, over {len(certificate.prompts[0])} tokens of text"
+        return manifest, certificate
+
+    def _certify_whole(self, program: Program, encode: Encode | None) -> tuple[ManifestFacts, Certificate]:
+        """Certify the whole model after every pass, while it is lowered."""
+        self._check_lowers(program)
+        certifier = self._certifier(self.checkpoint, program, "the model itself", encode)
         manifest = self.lower_and_write(program, certifier)
-        if copied is not None:
-            certifier = self._certify_copy(copied)
-        elif certifier is not None:
-            self._certify_kernels(certifier, self.folder.path)
-        if certifier is not None:
-            self.writer.add(CERTIFICATE, json_bytes(certifier.certificate.to_json()))
-            self.writer.write_manifest(manifest)
-        return None if certifier is None else certifier.certificate.to_json()
+        self._certify_kernels(certifier, self.folder.path)
+        return manifest, certifier.certificate
+
+    def _certify_layers(self, program: Program, _encode: Encode | None) -> tuple[ManifestFacts, Certificate]:
+        """Write the artifact; certify a small random copy of the model after every pass."""
+        copied = random_copy(program, self.checkpoint, self.config.dtype, self.ranks.pp, self.ranks.tp)
+        manifest = self.lower_and_write(program, None)
+        return manifest, self._certify_copy(copied).certificate
 
     def _check_lowers(self, program: Program) -> None:
         """Raise what lowering would refuse.
@@ -201,21 +240,21 @@ class _Build:
         Lowering is tried on a copy, as the reference runs before the real lowering and may take minutes.
         """
         twin = program_lib.from_json(program_lib.to_json(program))
-        if self.ranks.count > 1:
-            self.report("check the kernels", 0, 1)
-            lowered = [each.program for each in lower_ranks(twin, self.lower_config, self.ranks)]
-        else:
-            for each in self.pipeline:
-                self.report("check the kernels", 0, 1)
-                each(twin)
-            lowered = [twin]
-        for own in lowered:
-            self.backend.try_write(own, self.lower_config)
+        self.report("check the kernels", 0, 1)
+        for own in lower_ranks(twin, self.lower_config, self.ranks):
+            self.backend.try_write(own.program, self.lower_config)
 
-    def lower_and_write(self, program: Program, certifier: Certifier | None) -> ManifestFacts:
-        """Lower `program` and write its artifact without a certificate; return the manifest without the files."""
+    def lower_and_write(
+        self, program: Program, certifier: Certifier | None, check: Callable[[list[RankProgram]], None] | None = None
+    ) -> ManifestFacts:
+        """Lower `program` and write its artifact without a certificate; return the manifest without the files.
+
+        check: is given the lowered programs of all ranks before anything is written.
+        """
         costs = CostRecorder()
         ranks = self._lower(program, certifier, costs)
+        if check is not None:
+            check(ranks)
         first = ranks[0].program
         self.writer.add(COSTS, json_bytes(costs.log(first).stored))
         stages = [each.program for each in ranks if (each.tp_rank, each.ep_rank) == (0, 0)]
@@ -299,9 +338,7 @@ class _Build:
 
         return observe
 
-    def _certifier(
-        self, checkpoint: Checkpoint, program: Program, scope: str, encode: Callable[[str], list[int]] | None
-    ) -> Certifier:
+    def _certifier(self, checkpoint: Checkpoint, program: Program, scope: str, encode: Encode | None) -> Certifier:
         self.report("run the reference", 0, 1)
         config = self.config
         prompts = make_prompts(encode, program.info.vocab_size, config.max_model_len)
@@ -336,8 +373,6 @@ class _Build:
             )
             program = capture(copied, self.config.dtype, self.config.max_model_len, check=False)
             scope = f"a random copy of the first {layers} layers, which hold every kind of layer of the model"
-            if self.too_large:
-                scope += "; its float32 reference does not fit in the memory of the machine that compiled it"
             certifier = self._certifier(copied, program, scope, None)
             build.lower_and_write(program, certifier)
             self._certify_kernels(certifier, folder.path)

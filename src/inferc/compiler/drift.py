@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor, cat, zeros_like
+from torch import Tensor, cat, tensor, zeros_like
 from torch import bool as bool_
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ OUTLIER_FLOOR = 1e-3
 # Exception: in a dtype other than float32 a router may choose another expert where two are equally likely to within
 # rounding. At most ROUTED_SHARE of the positions may be off for this reason, each by at most ROUTED_KL nats.
 ROUTED_SHARE, ROUTED_KL = 0.03, 2.0
+ROWS = 16  # rows that are measured at once, in float64
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,28 @@ class Drift:
 def measure(found: Sequence[Tensor], reference: Sequence[Tensor]) -> Drift:
     """Measure how far logits are from the reference's; both are one tensor [T, vocab_size] per prompt."""
     errors, sizes, largest, kls, agreed = 0.0, 0.0, 0.0, [], 0
-    for logits, expected in zip(found, reference, strict=True):
+    pairs = zip(found, reference, strict=True)
+    for logits, expected in (rows for pair in pairs for rows in zip(*(each.split(ROWS) for each in pair), strict=True)):
         ours, wide = logits.double().log_softmax(-1), expected.double().log_softmax(-1)
-        error = _centred(ours) - _centred(wide)
+        centred = _centred(wide)
+        error = _centred(ours) - centred
         errors += float(error.pow(2).sum())
-        sizes += float(_centred(wide).pow(2).sum())
+        sizes += float(centred.pow(2).sum())
         largest = max(largest, float(error.abs().max()))
         kls.append((wide.exp() * (wide - ours)).sum(-1))
         agreed += int((ours.argmax(-1) == wide.argmax(-1)).sum())
     kl = cat(kls)
     return Drift(largest, math.sqrt(errors / sizes), kl, agreed / len(kl))
+
+
+def perplexity(logits: Sequence[Tensor], prompts: Sequence[Sequence[int]]) -> float | None:
+    """Return the perplexity of the prompts' own tokens; None if there is nothing to predict or it is no number."""
+    losses = [
+        -rows[:-1].double().log_softmax(-1).gather(-1, tensor(list(prompt[1:]))[:, None])[:, 0]
+        for rows, prompt in zip(logits, prompts, strict=True)
+        if len(prompt) > 1
+    ]
+    return figure(float(cat(losses).mean().exp())) if losses else None
 
 
 def _centred(log_probabilities: Tensor) -> Tensor:

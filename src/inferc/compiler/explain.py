@@ -55,7 +55,7 @@ def explain_model(path: str | Path, config: CompileConfig, progress: Progress) -
     progress("read config.json", 0, 1)
     checkpoint = load_config(path)
     config = dataclasses.replace(config, certify="none")
-    resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config), 0)
+    resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config))
     repeated = repetition(layer_kinds(checkpoint))
     if repeated is not None:
         fewer, more = shortened(checkpoint, repeated.short), shortened(checkpoint, repeated.longer)

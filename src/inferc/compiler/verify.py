@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inferc.backends.lower import LowerConfig, lower
-from inferc.backends.partition import prepare
-from inferc.compiler.certify import Certificate, Certifier, Row, encoder, make_prompts, run_kernels, threads_for
+from inferc.backends.partition import Ranks, lower_ranks, prepare
+from inferc.compiler.certificate import Certificate, Row
+from inferc.compiler.certify import Certifier, threads_for
 from inferc.compiler.diff import check_same
+from inferc.compiler.equivalence import ProgramCheck
+from inferc.compiler.kernel_check import check_kernels
+from inferc.compiler.prompts import encoder, make_long_prompt, make_prompts
+from inferc.compiler.run_kernels import run_kernels
 from inferc.errors import UnsupportedError
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import Checkpoint, load
+from inferc.ir import program as program_lib
 from inferc.ir.program import Program
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.load import load_engine
@@ -45,10 +51,10 @@ class Verification:
 def verify(out: Path, model: str, report: Progress) -> Verification:
     """Compute an artifact's certificate again.
 
-    model: the model that OUT was compiled from. The passes of this inferc lower it again, and after each pass that
-    changes something the references compute its logits; then OUT itself is run. Every row is compared with Hugging
-    Face's model in float32 and judged as at compile time. Raises ConfigError for another model, UnsupportedError for an
-    artifact that cannot be verified here.
+    model: the model that OUT was compiled from. The passes of this inferc lower it again, which is compared with the
+    model as `--certify auto` does, or, for an artifact of `--certify full`, after each pass; then OUT itself is run.
+    Every row is compared with Hugging Face's model in float32 and judged as at compile time. Raises ConfigError for
+    another model, UnsupportedError for an artifact that cannot be verified here.
     """
     artifact = load_artifact(out)
     target = Target.parse(artifact.config.target)
@@ -60,10 +66,35 @@ def verify(out: Path, model: str, report: Progress) -> Verification:
     check_same(artifact, checkpoint)
     program = capture(checkpoint, artifact.config.dtype, artifact.max_model_len, check=False)
     with threads_for(artifact.model.num_parameters):
-        return _certified(artifact, target, checkpoint, program, report)
+        if artifact.config.certify == "full" and _whole_fits(artifact):
+            return _whole(artifact, target, checkpoint, program, report)
+        return _short(artifact, target, checkpoint, program, report)
 
 
-def _certified(
+def _lower_config(artifact: Artifact, target: Target) -> LowerConfig:
+    config = artifact.config
+    return LowerConfig(target, config.block_size, quantize=config.quantize, kv_dtype=config.kv_dtype)
+
+
+def _short(
+    artifact: Artifact, target: Target, checkpoint: Checkpoint, program: Program, report: Progress
+) -> Verification:
+    """Ask the two questions of `--certify auto`."""
+    captured = program_lib.from_json(program_lib.to_json(program))
+    config = _lower_config(artifact, target)
+    ranks = Ranks(artifact.config.tp, artifact.config.pp, artifact.config.ep)
+    lowered = lower_ranks(program, config, ranks)
+    encode = encoder(artifact.tokenizer.contents.get("tokenizer.json"))
+    length = artifact.max_model_len
+    certificate = Certificate("", [make_long_prompt(encode, program.info.vocab_size, length)])
+    check = ProgramCheck(checkpoint, captured, lowered, config, ranks, length)
+    check.run(certificate, allow_drift=True, report=report)
+    programs = [each.program for each in lowered]
+    check_kernels(certificate, checkpoint, programs, artifact.path, artifact.config.dtype, length, True, report)
+    return _verification(certificate)
+
+
+def _whole(
     artifact: Artifact, target: Target, checkpoint: Checkpoint, program: Program, report: Progress
 ) -> Verification:
     dtype, max_model_len = artifact.config.dtype, artifact.max_model_len
@@ -78,12 +109,7 @@ def _certified(
         allow_drift=True,
         kernels_round=target.spec.kernels_round_rows,
     )
-    config = LowerConfig(
-        target,
-        artifact.config.block_size,
-        quantize=artifact.config.quantize,
-        kv_dtype=artifact.config.kv_dtype,
-    )
+    config = _lower_config(artifact, target)
 
     def observe(index: int, name: str, rewrites: int, lowered: Program) -> None:
         report("lower and certify", index, len(artifact.manifest.passes))
@@ -98,6 +124,11 @@ def _certified(
     return _verification(certifier.certificate)
 
 
+def _whole_fits(artifact: Artifact) -> bool:
+    """Tell whether the model fits twice in memory in float32: Hugging Face's and the program's weights."""
+    return COPIES * 4 * artifact.model.num_parameters <= available_memory_bytes()
+
+
 def _check_verifiable(artifact: Artifact, target: Target) -> None:
     """Raise UnsupportedError for an artifact that cannot be verified here."""
     if target.spec.kernels_certified == "never":
@@ -109,12 +140,6 @@ def _check_verifiable(artifact: Artifact, target: Target) -> None:
         raise UnsupportedError(
             f"{artifact.path} was compiled with --pass {', '.join(artifact.config.passes)}, which verify does not run;"
             " use inferc diff"
-        )
-    needed, free = COPIES * 4 * artifact.model.num_parameters, available_memory_bytes()
-    if needed > free:
-        raise UnsupportedError(
-            f"{artifact.path}: verify holds the model in float32 twice, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB"
-            " are free; use inferc diff, or a machine with more memory"
         )
 
 

@@ -170,7 +170,7 @@ class Program:
 
         Values and symbols are numbered in order, so that goldens are stable.
         """
-        return _Printer(self).text()
+        return Printer(self).text()
 
 
 def new_program(name: str = "model") -> Program:
@@ -236,7 +236,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-class _Printer:
+class Printer:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.values: dict[fx.Node, str] = {}

@@ -142,11 +142,50 @@ def dense_inputs(
     }
 
 
+def run_sequence(
+    program: Program, token_ids: Sequence[int], read_weight: ReadWeight, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Compute the logits, float32 [T, vocab_size], of one sequence by a program at any stage of lowering.
+
+    sizes: the lengths of the chunks in which a program with a cache computes it, which sum to T; by default one. A
+    program without a cache, as captured, computes it as a whole.
+    """
+    count = len(token_ids)
+    if uses_dense_cache(program):
+        dense = new_dense_caches(program, 1, count)
+
+        def inputs(start: int, end: int) -> dict[str, Tensor]:
+            return dense_inputs([token_ids[start:end]], [start], dense)
+
+    elif program.block_size:
+        blocks = range(1, 1 - (-count // program.block_size))  # block 0 is reserved for padding
+        paged = new_kv_caches(program, len(blocks) + 1)
+
+        def inputs(start: int, end: int) -> dict[str, Tensor]:
+            return step_inputs(program, [Chunk(token_ids[start:end], start, blocks)], paged)
+
+    else:  # inputs are [1, T] as captured, [T] once the batch is flattened
+        sizes = None
+        known = {"token_ids": torch.tensor(token_ids), "positions": torch.arange(count)}
+        dims = {node.name: node.meta["val"].dim() for node in program.inputs()}
+
+        def inputs(start: int, end: int) -> dict[str, Tensor]:
+            return {name: value[None] if dims[name] == 2 else value for name, value in known.items() if name in dims}
+
+    parts, start = [], 0
+    with torch.inference_mode():
+        for size in sizes or [count]:
+            logits: Tensor = program.run(inputs(start, start + size), read_weight, calls=IN_PLACE)[-1]
+            parts.append(logits.reshape(size, -1).float())
+            start += size
+    return torch.cat(parts)
+
+
 class _RankOfBatch:
     """A rank of a partitioned batch: its program, with KV caches of its own."""
 
-    def __init__(self, program: Program, reader: TensorReader, num_blocks: int) -> None:
-        self.program, self.read_weight = program, weight_reader(program, reader)
+    def __init__(self, program: Program, read_weight: ReadWeight, num_blocks: int) -> None:
+        self.program, self.read_weight = program, read_weight
         self.caches = new_kv_caches(program, num_blocks)
 
     def step(self, chunks: Sequence[Chunk], hidden: Tensor | None) -> Tensor:
@@ -160,17 +199,22 @@ class _RankOfBatch:
 
 
 def run_partitioned(
-    stages: Sequence[Sequence[Program]], reader: TensorReader, prompts: Sequence[Sequence[int]], chunk_size: int
+    stages: Sequence[Sequence[Program]],
+    reader: TensorReader,
+    prompts: Sequence[Sequence[int]],
+    chunk_size: int,
+    read: Callable[[Program, TensorReader], ReadWeight] = weight_reader,
 ) -> list[Tensor]:
     """Compute the logits [len(prompt), vocab_size] of prompts by the lowered programs of all ranks, stage by stage.
 
     The prompts run as one batch. stages: for each pipeline stage, its ranks' programs. The ranks of a stage run in
-    threads of this process. Raises VerifyError where they return different rows.
+    threads of this process. read: makes a function that reads a program's weights. Raises VerifyError where they return
+    different rows.
     """
     longest = max(map(len, prompts))
     width = -(-longest // stages[0][0].block_size)
     num_blocks = 1 + len(prompts) * width
-    ranks = [[_RankOfBatch(program, reader, num_blocks) for program in stage] for stage in stages]
+    ranks = [[_RankOfBatch(program, read(program, reader), num_blocks) for program in stage] for stage in stages]
     group = "ep" if isinstance(stages[0][0].info.ep_rank, int) else "tp"
     out: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, longest, chunk_size):

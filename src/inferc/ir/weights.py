@@ -370,7 +370,7 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
     if weight.op in INT4_OPS:
         rows = read_rows(weight.args[0], reader, start, stop)
         found = quantize_int4(rows.flatten(0, -2), weight.dim)[INT4_OPS.index(weight.op)]
-        return found.view(stop - start, *weight.shape[1:])
+        return found.view(*rows.shape[:-1], -1) if weight.op != "int4_scales" else found.view(rows.shape[:-1])
     if weight.op == "reshape":
         return _read_reshaped(weight, reader, start, stop)
     if weight.op == "pack":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -79,7 +79,7 @@ def run_ranks(group: str, functions: Sequence[Callable[[], Result]]) -> list[Res
 
     def work(rank: int) -> None:
         try:
-            with joined({**(outer or {}), group: _Thread(rank, rendezvous)}):
+            with joined({**(_GROUPS.get() or {}), group: _Thread(rank, rendezvous)}):
                 results[rank] = functions[rank]()
         except threading.BrokenBarrierError as error:  # another rank failed first, and says why
             errors.append(error)
@@ -87,8 +87,10 @@ def run_ranks(group: str, functions: Sequence[Callable[[], Result]]) -> list[Res
             errors.insert(0, error)
             rendezvous.abort()
 
-    outer = _GROUPS.get()
-    threads = [threading.Thread(target=work, args=(rank,), name=f"{group}-{rank}") for rank in range(len(functions))]
+    threads = [
+        threading.Thread(target=copy_context().run, args=(work, rank), name=f"{group}-{rank}")
+        for rank in range(len(functions))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,6 +21,22 @@ LARGEST_INT4 = -8
 INT32_MOST = 2**31 - 1
 
 
+_unrounded: ContextVar[bool] = ContextVar("unrounded", default=False)
+
+
+@contextmanager
+def unrounded() -> Iterator[None]:
+    """Let quantization return the numbers before they are rounded, in float32, in place of integers.
+
+    Scales stay as they are, up to float32, so what reads values with their scales computes the unquantized result.
+    """
+    token = _unrounded.set(True)
+    try:
+        yield
+    finally:
+        _unrounded.reset(token)
+
+
 def _rows_fake(x: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)
 
@@ -31,7 +50,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     gets a scale that is not finite, so that the error shows in later results.
     """
     within, scale = _within(x, LARGEST)
-    return within.round().to(torch.int8), scale
+    return (within if _unrounded.get() else within.round().to(torch.int8)), scale
 
 
 def _within(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
@@ -135,7 +154,7 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     The format is E4M3 of "FP8 Formats for Deep Learning" (https://arxiv.org/abs/2209.05433).
     """
     within, scale = _within(x, LARGEST_FP8)
-    return within.to(torch.float8_e4m3fn), scale
+    return (within if _unrounded.get() else within.to(torch.float8_e4m3fn)), scale
 
 
 @define("linear_fp8" + _OF_ROUNDED, _linear_w8a8_fake)
@@ -177,6 +196,9 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     exact = wide.gather(-1, wide.abs().argmax(-1, keepdim=True)) / LARGEST_INT4
     scales = exact.abs().amax(1, keepdim=True) / largest_group_scale(k)
     scales = scales.masked_fill(scales == 0, 1.0)
+    if _unrounded.get():
+        values = wide / exact.masked_fill(exact == 0, 1.0)
+        return values.view(rows, -1), (exact / scales).squeeze(-1), scales.view(rows)
     of_groups = (exact / scales).round()
     of_groups = torch.where(of_groups == 0, exact.sign(), of_groups).nan_to_num(0.0)
     by = (of_groups * scales).masked_fill(of_groups == 0, 1.0)
@@ -188,13 +210,16 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 def int4_group(values: Tensor, group_scale: Tensor) -> int:
     """Return how many neighbours share a scale in the result of `quantize_int4`.
 
-    values [..., size]; group_scale [..., groups].
+    values [..., size], two to a byte unless they are `unrounded`; group_scale [..., groups].
     """
-    return 2 * int(values.shape[-1]) // int(group_scale.shape[-1])
+    a_byte = 1 if values.is_floating_point() else 2
+    return a_byte * int(values.shape[-1]) // int(group_scale.shape[-1])
 
 
 def unpack_int4(values: Tensor, k: int) -> Tensor:
     """Unpack bytes [rows, size] of `quantize_int4` to their integers, -8 to 7: [rows, k] int8."""
+    if values.is_floating_point():  # `unrounded`
+        return values[:, :k]
     pairs = values.view(len(values), -1, 1, 4)
     both = torch.cat((pairs & 15, pairs >> 4), -2)
     return both.reshape(len(values), -1)[:, :k].to(torch.int8) - 8
@@ -264,8 +289,9 @@ def linear_w4a8(
 
 def _with_group_scales(weight: Tensor, group_scale: Tensor, k: int) -> Tensor:
     """Return four-bit integers times their group's scale, which need 11 bits: [n, k] int16."""
+    dtype = torch.float32 if weight.is_floating_point() else torch.int16
     group = int4_group(weight, group_scale)
-    return unpack_int4(weight, k).short() * group_scale.short().repeat_interleave(group, 1)[:, :k]
+    return unpack_int4(weight, k).to(dtype) * group_scale.to(dtype).repeat_interleave(group, 1)[:, :k]
 
 
 def _finish(product: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
