@@ -381,6 +381,22 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "At worst within a second.",
                 thresholds=(("red", 0.1),),
             ),
+            Panel(
+                "Machine",
+                (
+                    (
+                        "rate(inferc_host_cpu_busy_seconds_total{INSTANCE}[R]) / inferc_host_cpus{INSTANCE}",
+                        "processors",
+                    ),
+                    (
+                        "1 - inferc_host_memory_available_bytes{INSTANCE} / inferc_host_memory_bytes{INSTANCE}",
+                        "memory",
+                    ),
+                ),
+                "percentunit",
+                "Busy and taken by all programs of the server's machine.",
+                thresholds=(("red", 0.9),),
+            ),
             Panel("Engines started again", (("increase(inferc_engine_restarts_total{SELECT}[R])", "{{model_name}}"),)),
             Panel(
                 "Put to sleep for another model", (("increase(inferc_model_swaps_total{SELECT}[R])", "{{model_name}}"),)

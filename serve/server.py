@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import importlib
 import logging
+import re
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from inferc.serve.memory import spare_the_collector, tidy
 from inferc.serve.models.models import Models
 from inferc.serve.models.served_model import ModelOptions, ModelSource
 from inferc.serve.models.tasks import gather
+from inferc.serve.observe.history import MetricsHistory
 from inferc.serve.observe.metrics_page import MetricsPage
 from inferc.serve.open_files import ConnectionLimits, allow_open_files
 from inferc.serve.security.access import Access, Limits
@@ -66,12 +68,16 @@ class ServeConfig:
     otlp_endpoint: str | None = None  # an OpenTelemetry collector, http://HOST:4318
     trace_ratio: float = 1.0  # share of requests traced, of those whose client did not decide it
     insecure: bool = False  # listen beyond the loopback interface although no key is needed
+    cors_origins: tuple[str, ...] = ()  # the sites whose pages may send requests from a browser; "*": all
 
     def __post_init__(self) -> None:
         engine = self.options.engine
         if self.kv_publisher is not None and not engine.kv_events:
             raise ConfigError("kv_publisher has nothing to publish: set kv_events in the engine's config")
         self._check_access()
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ConfigError(f"--cors-origin {origin}: expected SCHEME://HOST or SCHEME://HOST:PORT, or *")
         if not self.models and self.model_folder is None:
             raise ConfigError("nothing to serve: give an artifact, or --model-folder DIR to load from")
         if self.model_folder is not None and not self.model_folder.is_dir():
@@ -151,6 +157,7 @@ class _Server:
         self.models = Models(config.models, config.options, config.model_folder, self._on_change, tracing=self._tracing)
         self.access = Access(config.api_keys, config.limits)
         self.metrics = MetricsPage(self.models, config.metrics_compat)
+        self._history = MetricsHistory(self.metrics)
         self._certificates = self._open_certificates()
         self._publisher = self._open_publisher()
         credentials = None if self._certificates is None else self._certificates.grpc_credentials()
@@ -217,7 +224,7 @@ class _Server:
         await self.grpc.start(self.models, self.access, self._called, self._under_way)
         if self._listener is not None:
             self._start_http(self._listener)
-        works = [self._report_health(), self._measure_lag(), tidy(self._is_idle)]
+        works = [self._report_health(), self._measure_lag(), self._history.run(), tidy(self._is_idle)]
         if self._certificates is not None:
             works.append(self._certificates.follow())
         tasks = [asyncio.create_task(work) for work in works]
@@ -244,6 +251,8 @@ class _Server:
             config.max_body_bytes,
             checks_host=config.is_open and context is None,
             under_way=self._under_way,
+            cors_origins=config.cors_origins,
+            history=self._history,
         )
         self._http = HttpServer(app, listener, context, self._limits.http, config.max_body_bytes)
         self._http_task = asyncio.create_task(self._http.run_until_stopped())

@@ -2,7 +2,7 @@
 
 A check ends at the first fault and says where it is. The range of values within a type is checked elsewhere
 (request.py, sampling_params.py). Fields that are not listed here pass: request.py refuses those that would change the
-answer by name, and unknown ones are ignored.
+answer by name, and names the unknown ones in the answer's `warnings`.
 """
 
 from __future__ import annotations
@@ -237,6 +237,7 @@ CHAT: Fields = {
     "top_logprobs": Field(INTEGER),
     "chat_template_kwargs": Field(OBJECT, "Variables of the model's template."),
     "add_generation_prompt": Field(FLAG),
+    "reasoning_effort": Field(TEXT, "A variable of the model's template; others ignore it."),
     "tools": Field(LIST),
     "tool_choice": Field(ANY),
     "parallel_tool_calls": Field(FLAG),

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from inferc.errors import RequestError, shown
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.fields import NOTHING, check_fields
+from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.sampling_params import (
     SamplingParams,
     from_chat,
@@ -73,7 +74,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "response_format": (None, {}, {"type": "text"}),
     "modalities": (None, [], ["text"]),
-    "reasoning_effort": (None, "none"),
+    "reasoning_effort": (None, "none"),  # a template that knows it reads it; it changes nothing elsewhere
     "num_beams": (None, 1),
     "length_penalty": (None, 1),
     "detokenize": (None, True),
@@ -84,7 +85,15 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 # Fields that a server supports for its requests and an offline batch does not.
 SERVED = frozenset(
-    ("echo", "prompt_logprobs", "priority", "return_token_ids", "chat_template_kwargs", "add_generation_prompt")
+    (
+        "echo",
+        "prompt_logprobs",
+        "priority",
+        "return_token_ids",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "reasoning_effort",
+    )
 )
 # Fields that only a chat template reads; they are refused with a plain prompt, which no template writes.
 OF_CHATS = ("chat_template_kwargs", "add_generation_prompt")
@@ -112,6 +121,7 @@ class OpenAIRequest:
     - generates: whether any token is to be generated.
     - template: variables of the chat template.
     - stream: the answer comes in parts, as stream_options say.
+    - warnings: what of the body was ignored.
     """
 
     kind: Literal["completion", "chat"]
@@ -124,6 +134,7 @@ class OpenAIRequest:
     template: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    warnings: tuple[str, ...] = ()
     params: SamplingParams = field(default_factory=SamplingParams, compare=False)
 
     @property
@@ -152,12 +163,13 @@ def parse_request(
         raise RequestError(
             f"{url}: the model does not allow embeddings, it generates text; use {COMPLETIONS} or {CHAT}"
         )
-    check_fields(body, openai_fields.CHAT if url == CHAT else openai_fields.COMPLETION)
+    fields = openai_fields.CHAT if url == CHAT else openai_fields.COMPLETION
+    check_fields(body, fields)
     sampling = sampling_of(body, is_served)
     if url == COMPLETIONS:
         check_is_no_chat(body)
     read = _chat if url == CHAT else _completion
-    return read(body, sampling, is_served, defaults or {})
+    return replace(read(body, sampling, is_served, defaults or {}), warnings=warnings_of(body, fields, FIXED))
 
 
 def sampling_of(body: Mapping[str, Any], is_served: bool) -> dict[str, Any]:
@@ -263,6 +275,8 @@ def template_of(body: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(variables)
     if (goes_on := body.get("add_generation_prompt")) is not None:
         options["add_generation_prompt"] = goes_on
+    if (effort := body.get("reasoning_effort")) is not None:
+        options.setdefault("reasoning_effort", effort)
     return options
 
 

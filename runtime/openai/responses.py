@@ -6,15 +6,17 @@ Nothing is stored, so references to stored objects are refused, as are unsupport
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from inferc.errors import RequestError, shown
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai import fields as openai_fields
+from inferc.runtime.openai import request as openai_request
 from inferc.runtime.openai.answer import TokenOf, Usage, chat_logprobs
 from inferc.runtime.openai.fields import NOTHING, check_fields
 from inferc.runtime.openai.request import OpenAIRequest, chat_request, max_tokens_of, sampling_of
+from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.sampling_params import check_integer, check_num_top, check_text
 
 RESPONSES = "/v1/responses"
@@ -45,12 +47,8 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "logprobs": NOTHING,
 }
 INNER_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "text": {"format": (None, {}, {"type": "text"}), "verbosity": (None, "medium")},
-    "reasoning": {
-        "effort": (None, "none"),
-        "summary": (None,),
-        "generate_summary": (None,),
-    },
+    "text": {"format": (None, {}, {"type": "text"})},
+    "reasoning": {"summary": (None,), "generate_summary": (None,)},
 }
 ROLES = ("user", "assistant", "system", "developer")
 OF_A_MESSAGE = ("type", "role", "content", "id", "status", "phase")
@@ -99,8 +97,14 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
     sampling["max_tokens"] = max_tokens_of(named, body.get("max_tokens"))
     if wants_logprobs:
         sampling["logprobs"] = top
+    chat = chat_request({**body, **_effort(body)}, messages, sampling, True, defaults or {})
     return ResponseRequest(
-        chat_request(body, messages, sampling, True, defaults or {}),
+        replace(
+            chat,
+            warnings=warnings_of(
+                body, openai_fields.RESPONSE, openai_fields.BESIDE_RESPONSE, FIXED, openai_request.FIXED
+            ),
+        ),
         body.get("instructions"),
         limit,
         body.get("metadata") or {},
@@ -109,6 +113,14 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
         top,
         body.get("user"),
     )
+
+
+def _effort(body: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variable of the chat template that `reasoning.effort` sets, if it does."""
+    effort = (body.get("reasoning") or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise RequestError(f"reasoning.effort: expected a text, found {shown(effort)}")
+    return {} if effort is None else {"reasoning_effort": effort}
 
 
 def _check_texts(body: Mapping[str, Any]) -> None:
@@ -241,7 +253,7 @@ class ResponseHead:
             "output": list(output),
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": request.chat.template.get("reasoning_effort"), "summary": None},
             "store": False,
             "temperature": self.temperature,
             "text": {"format": {"type": "text"}},
@@ -252,6 +264,7 @@ class ResponseHead:
             "truncation": "disabled",
             "usage": None if usage is None else response_usage(usage),
             "user": request.user,
+            **({"warnings": request.chat.warnings} if request.chat.warnings else {}),
         }
 
     def message(self, status: State, content: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from inferc.errors import RequestError
+from inferc.errors import RequestError, shown
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.fields import Fields
 from inferc.serve.http import large_json
 from inferc.serve.http.edge import ClientLeft
 
 SMALL_BYTES = 64 << 10  # a body up to this size is parsed on the event loop, in some milliseconds at most
-NO_OBJECT = "the body is no JSON object; send one, with the header content-type: application/json"
+NO_OBJECT = "the body is no JSON object; send one"
 # Large bodies are parsed one at a time: several busy threads would compete for the GIL, and delay the event loop.
 _LARGE = ThreadPoolExecutor(1, "inferc-bodies")
 Result = TypeVar("Result")
@@ -56,8 +56,12 @@ async def read_body(request: Request) -> Body:
         raise ClientLeft("the client left before all of its body was here") from None
     if (encoding := request.headers.get("content-encoding", "")) not in ("", "identity"):
         raise HTTPException(415, f"the body is encoded (content-encoding: {encoding:.40}); send it as it is")
-    if not data or not _is_json(request.headers.get("content-type", "")):
+    if not data:
         raise RequestError(NO_OBJECT)
+    given = request.headers.get("content-type", "")
+    if not _is_json(given):
+        found = f"content-type is {shown(given)}" if given else "the header content-type is missing"
+        raise RequestError(f"{found}; send content-type: application/json")
     is_large = len(data) > SMALL_BYTES
     if is_large:
         request.scope["started"]()  # large bodies have a queue of their own: small ones do not wait for them

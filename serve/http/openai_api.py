@@ -24,7 +24,7 @@ from inferc.runtime.openai.request import (
     parse_request,
 )
 from inferc.runtime.openai.text_requests import read_detokenize, read_embedding, read_tokenize
-from inferc.runtime.step.sampling_params import of_chat
+from inferc.runtime.step.sampling_params import from_chat, of_chat
 from inferc.serve.answering.answering import MANY_ENTRIES, Answering
 from inferc.serve.answering.logprobs_json import chat_lists, json_items, json_list
 from inferc.serve.http.answers import STREAMED, Json, answered
@@ -125,6 +125,7 @@ def openai_routes(models: Models) -> APIRouter:
                 "vocab_size": facts.vocab_size,
                 "eos_token_ids": list(facts.eos_token_ids),
                 "chat_template": text.template_source,
+                "sampling_defaults": _sampling_defaults(served),
             }
         )
 
@@ -149,6 +150,23 @@ def openai_routes(models: Models) -> APIRouter:
         return Json({"version": __version__})
 
     return routes
+
+
+SHOWN_DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def _sampling_defaults(model: ServedModel) -> dict[str, Any]:
+    """Return the sampling parameters of a chat that gives none."""
+    params = from_chat({}, of_chat(model.engine.facts.defaults))
+    return {name: getattr(params, name) for name in SHOWN_DEFAULTS}
 
 
 def _model(model: ServedModel) -> dict[str, Any]:
@@ -220,7 +238,8 @@ class _Completions:
             elif output.logprobs is not None:
                 choice["logprobs"] = chat_lists(output.logprobs, token)
         of_chat = answering.prompt_json(0).fields if request.kind == "chat" else {}
-        return {**found, **of_chat, "system_fingerprint": self.model.fingerprint}
+        warnings = {"warnings": request.warnings} if request.warnings else {}
+        return {**found, **of_chat, **warnings, "system_fingerprint": self.model.fingerprint}
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
         """Yield the events of the stream; an error before the first is raised, a later one is an event of its own."""

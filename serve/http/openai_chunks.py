@@ -41,6 +41,7 @@ class Chunks:
         """Prepare the parts that all chunks share; head: the fields with which each begins (id, created, model, …)."""
         self._request, self._token = request, token
         self._is_chat = request.kind == "chat"
+        self._warnings = {"warnings": request.warnings} if request.warnings else {}
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         start = msgspec.json.encode({"object": kind, **head})[:-1]
         self._start = b"data: " + start + b',"choices":[{"index":'
@@ -66,10 +67,13 @@ class Chunks:
             self._begun.add(index)
             if self._is_chat:
                 body = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                more = prompt.fields if len(self._begun) == 1 else {}
+                more = {**prompt.fields, **self._warnings} if len(self._begun) == 1 else {}
                 first = self._dump(index, body, usage, more)
             elif self._request.echo or prompt.fields:
                 first = self._echo(index, prompt, usage)
+            elif self._warnings and len(self._begun) == 1:
+                nothing = {"text": "", "logprobs": None, "finish_reason": None}
+                first = self._dump(index, nothing, usage, self._warnings)
         if delta.logprobs or self._request.return_token_ids:
             return first + self._dump(index, self._body(index, delta), usage)
         text = msgspec.json.encode(delta.text)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from inferc.errors import InfercError
 from inferc.serve.http.acceptor import Acceptor
@@ -24,6 +25,7 @@ from inferc.serve.http.openai_api import openai_routes
 from inferc.serve.http.slow_clients import Protocol
 from inferc.serve.http.web_page import page_routes
 from inferc.serve.models.models import Models
+from inferc.serve.observe.history import MetricsHistory
 from inferc.serve.observe.metrics_page import MetricsPage
 from inferc.serve.security.access import Access
 from inferc.serve.under_way import UnderWay
@@ -40,8 +42,14 @@ def make_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     checks_host: bool = False,
     under_way: UnderWay | None = None,
+    cors_origins: Sequence[str] = (),
+    history: MetricsHistory | None = None,
 ) -> Any:
-    """Make the ASGI application for a server's models; checks_host and under_way are those of Edge."""
+    """Make the ASGI application for a server's models; checks_host and under_way are those of Edge.
+
+    cors_origins: the sites whose pages browsers let send requests here (`https://HOST`, or `*` for all). history: what
+    the page's dashboard begins with.
+    """
     app = FastAPI(
         title="inferc",
         description="OpenAI's interface over compiled models.",
@@ -55,6 +63,8 @@ def make_app(
     app.include_router(page_routes(models))
     describe(app)
     app.add_route("/metrics", _metrics_route(metrics), include_in_schema=False)
+    if history is not None:
+        app.add_route("/metrics/history", _history_route(history), include_in_schema=False)
     app.add_exception_handler(InfercError, on_inferc_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_our_fault)
@@ -62,7 +72,17 @@ def make_app(
     def ended(path: str, status: str) -> None:
         metrics.responses[path, status] += 1
 
-    return Edge(app, max_body_bytes, access, ended, checks_host, under_way)
+    edge = Edge(app, max_body_bytes, access, ended, checks_host, under_way)
+    if not cors_origins:
+        return edge
+    # In front of the edge: a browser asks without a key whether it may send a request with one.
+    return CORSMiddleware(
+        edge,
+        allow_origins=cors_origins,
+        allow_methods=["GET", "HEAD", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 def _metrics_route(metrics: MetricsPage) -> Callable[[Request], Awaitable[Response]]:
@@ -71,6 +91,14 @@ def _metrics_route(metrics: MetricsPage) -> Callable[[Request], Awaitable[Respon
         return Response(data, media_type=content_type)
 
     return page
+
+
+def _history_route(history: MetricsHistory) -> Callable[[Request], Awaitable[Response]]:
+    async def pages(request: Request) -> Response:
+        text = await asyncio.to_thread(history.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return pages
 
 
 class HttpServer(uvicorn.Server):

@@ -148,7 +148,7 @@ class Models:
             return []
 
     def _listed(self) -> str:
-        return ", ".join(map(repr, self._served)) or "none"
+        return ", ".join(map(shown, self._served)) or "none"
 
     # ------------------------------------------------------------------------------------- loading, unloading
 
@@ -260,7 +260,7 @@ class Models:
                 " --model-folder DIR"
             )
         if not NAME.fullmatch(name) or name in (".", "..") or not (self.folder / name / "engine.json").is_file():
-            found = ", ".join(map(repr, self._in_folder())) or "none"
+            found = ", ".join(map(shown, self._in_folder())) or "none"
             raise NotServed(f"there is no model {shown(name, 150)} to load; there are {found}")
         return ModelSource(name, self.folder / name)
 

@@ -6,8 +6,9 @@ METRICS is the only list: the /metrics page is made from it; its documentation a
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -22,6 +23,7 @@ from inferc.serve.models.metrics import OUTCOMES, Outcome
 from inferc.serve.models.models import Models
 from inferc.serve.models.served_model import ServedModel
 from inferc.serve.models.tasks import gather
+from inferc.system import resources
 
 SCRAPE_SECONDS = 0.5  # time limit for the engines' counters; for an engine that is late, the last known ones are used
 STATES = ("serving", "starting", "asleep", "draining", "damaged", "dead")
@@ -342,11 +344,24 @@ METRICS: tuple[MetricSpec, ...] = (
 RESPONSES = "inferc_http_responses_total"
 CALLS = "inferc_grpc_calls_total"
 LAG = "inferc_event_loop_lag_seconds"
+CPU_BUSY, CPUS = "inferc_host_cpu_busy_seconds_total", "inferc_host_cpus"
+MEMORY_FREE, MEMORY = "inferc_host_memory_available_bytes", "inferc_host_memory_bytes"
 SERVER_METRICS: tuple[tuple[str, str, str, Labels], ...] = (
     (RESPONSES, "counter", "HTTP responses, by path and status.", ("path", "status")),
     (CALLS, "counter", "gRPC calls that ended, by method and code.", ("method", "code")),
     (LAG, "gauge", "How late the server's event loop came to what was due, at worst within a second of late.", ()),
+    (CPU_BUSY, "counter", "Seconds that the machine's processors were busy, with all programs, summed over them.", ()),
+    (CPUS, "gauge", "Processors of the machine.", ()),
+    (MEMORY_FREE, "gauge", "Memory that can be taken without swapping, within the container's limit.", ()),
+    (MEMORY, "gauge", "Memory of the machine, or the container's limit.", ()),
 )
+# What the machine is asked for, for each of its metrics.
+HOST: Mapping[str, Callable[[], float]] = {
+    CPU_BUSY: resources.busy_cpu_seconds,
+    CPUS: lambda: float(os.cpu_count() or 1),
+    MEMORY_FREE: resources.available_memory_bytes,
+    MEMORY: resources.total_memory_bytes,
+}
 
 
 class MetricsPage:
@@ -393,6 +408,10 @@ class MetricsPage:
         for name, _, text, names in SERVER_METRICS:
             if name == LAG:
                 yield GaugeMetricFamily(name, text, value=self.lag_seconds)
+                continue
+            if name in HOST:
+                of_host = CounterMetricFamily if name == CPU_BUSY else GaugeMetricFamily
+                yield of_host(name, text, value=HOST[name]())
                 continue
             family = CounterMetricFamily(name, text, labels=names)
             for values, count in sorted(counts[name].items()):

@@ -1,6 +1,7 @@
 """The exception classes; a message says what was found, what was expected and what to do."""
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
@@ -69,31 +70,36 @@ def is_among(value: object, neutral: tuple[object, ...]) -> bool:
 
 
 def shown(value: object, limit: int = SHOWN) -> str:
-    """Return the beginning of a value's repr, for a message, without making the whole repr.
+    """Return a value as JSON for a message, cut with an ellipsis, without making all of a value that is large.
 
-    The whole may be large, or refused: Python refuses to write integers of more than 4300 digits, and lists within more
-    than a thousand others.
+    The whole may also be refused: Python refuses to write integers of more than 4300 digits, and lists within more than
+    a thousand others. What JSON does not have is written as Python does.
     """
     text = ""
     for piece in _pieces(value, limit):
         text += piece
-        if len(text) >= limit:
-            break
-    return text[:limit]
+        if len(text) > limit:
+            return f"{text[: limit - 1]}…"
+    return text
 
 
 def _pieces(value: object, limit: int) -> Iterator[str]:
-    if isinstance(value, str | bytes):
-        yield repr(value[:limit])
+    if isinstance(value, str):
+        text = json.dumps(value[: limit + 1], ensure_ascii=False)
+        yield text if text.isprintable() else json.dumps(value[: limit + 1])
+    elif isinstance(value, bytes):
+        yield repr(value[: limit + 1])
+    elif value is None or isinstance(value, bool):
+        yield json.dumps(value)
     elif isinstance(value, int) and not -LONG_NUMBER < value < LONG_NUMBER:
         digits = int(value.bit_length() * 0.30103) + 1
         yield f"{'an' if value > 0 else 'a negative'} integer of about {digits} digits"
     elif isinstance(value, list | tuple):
-        yield "[" if isinstance(value, list) else "("
+        yield "["
         for index, each in enumerate(islice(value, limit)):
             yield ", " if index else ""
             yield from _pieces(each, limit)
-        yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
+        yield "]"
     elif isinstance(value, Mapping):
         yield "{"
         for index, (key, each) in enumerate(islice(value.items(), limit)):

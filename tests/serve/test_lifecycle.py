@@ -154,7 +154,7 @@ def test_models_are_loaded_and_unloaded_by_name(several: Server) -> None:
     with Client(several.address) as client, Client(several.address, model="two") as two:
         everything = {"first": "serving", "damaged": "unloaded", "one": "unloaded", "two": "unloaded"}
         assert states(client) == everything
-        with pytest.raises(RequestError, match="model 'two' is not served here; this server has 'first'"):
+        with pytest.raises(RequestError, match='model "two" is not served here; this server has "first"'):
             two.complete("abc")
         assert client.load_model("two") > 0
         assert states(client) == {**everything, "two": "serving"}
@@ -164,7 +164,7 @@ def test_models_are_loaded_and_unloaded_by_name(several: Server) -> None:
         two.unload_model("two")
         with pytest.raises(RequestError, match="is not served here"):
             two.complete("abc")
-        with pytest.raises(RequestError, match="model 'two' is not loaded"):
+        with pytest.raises(RequestError, match='model "two" is not loaded'):
             client.unload_model("two")
         assert states(client) == everything
 

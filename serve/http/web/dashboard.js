@@ -6,12 +6,12 @@ import { $, duration, el, number, percent, scaled } from "./dom.js";
 import { Change, by, parse, sum } from "./prometheus.js";
 
 const EVERY_MS = 1000;
-const KEPT_SECONDS = 900;
+const KEPT_SECONDS = 3600;
 const WINDOW_SECONDS = 10; // the period over which rates and quantiles are computed
 const TTFT = "inferc_time_to_first_token_seconds";
 const TBT = "inferc_time_between_tokens_seconds";
 const QUANTILES = [0.5, 0.9, 0.99];
-const LIMITS = { ttft: 0.5, kv: 0.9, goodput: 0.9 }; // as the alert rules have them
+const LIMITS = { ttft: 0.5, kv: 0.9, goodput: 0.9, memory: 0.9 }; // as the alert rules have them
 
 const quantiles = (name) => (change) => QUANTILES.map((share) => change.quantile(name, share));
 const CHARTS = [
@@ -22,6 +22,7 @@ const CHARTS = [
   { title: "Requests", help: "a second", names: ["over", "refused"], format: number, values: (change) => [change.rate("inferc_requests_total"), change.rate("inferc_requests_refused_total")] },
   { title: "KV cache", help: "blocks in use", names: ["in use"], format: percent, top: 1, limit: { value: LIMITS.kv, text: "90 %" }, values: (change) => [change.now("inferc_kv_usage_ratio")] },
   { title: "Device and batch", help: "time with a step, places taken", names: ["device busy", "batch filled"], format: percent, top: 1, values: (change) => [change.busy, change.batchFill] },
+  { title: "Machine", help: "processors busy, memory taken", names: ["processors", "memory"], format: percent, top: 1, limit: { value: LIMITS.memory, text: "90 %" }, values: (change) => [change.cpu, change.memory] },
   { title: "Goodput", help: "requests within their objectives", names: ["good"], format: percent, top: 1, values: (change) => [change.share("inferc_requests_good_total", "inferc_requests_judged_total")] },
   { title: "Prefix cache", help: "prompt tokens found there", names: ["hits"], format: percent, top: 1, values: (change) => [change.share("inferc_prefix_cache_hit_tokens_total", "inferc_prefix_cache_queried_tokens_total")] },
 ];
@@ -32,6 +33,7 @@ export class Dashboard {
     this.model = null;
     this.pages = []; // of the last WINDOW_SECONDS
     this.history = []; // {at, values: by chart}
+    this.past = []; // the server's own pages of the last hour, from before this page was opened
     this.onState = onState;
     this.isPaused = false;
     this.charts = CHARTS.map((each) => new Chart(each));
@@ -46,13 +48,28 @@ export class Dashboard {
   }
 
   setModel(model) {
-    if (model !== this.model) this.history = [];
+    if (model !== this.model) this.history = rowsOf(this.past, model);
     this.model = model;
   }
 
+  /** Begin with what the server has kept of the time before this page was opened. */
+  async #begin() {
+    try {
+      this.past = pagesOf(await getText("/metrics/history"));
+    } catch {
+      return; // what goes on now is shown all the same
+    }
+    this.history = [...rowsOf(this.past, this.model), ...this.history];
+  }
+
   async #loop() {
+    let hasBegun = false;
     for (;;) {
-      if (!document.hidden && this.model) await this.look();
+      if (!document.hidden && this.model) {
+        if (!hasBegun) await this.#begin();
+        hasBegun = true;
+        await this.look();
+      }
       await new Promise((done) => setTimeout(done, EVERY_MS));
     }
   }
@@ -90,7 +107,7 @@ export class Dashboard {
     this.charts.forEach((chart, index) => {
       chart.show(this.history.map((row) => ({ at: row.at, values: row.values[index] })), span);
     });
-    $("dashboard-note").textContent = seconds < chosen ? `Since this page was opened: ${Math.round(seconds)} s` : "";
+    $("dashboard-note").textContent = seconds < chosen ? `All that the server has kept: ${Math.round(seconds)} s` : "";
   }
 
   show() {
@@ -137,4 +154,23 @@ export class Dashboard {
       ]),
     );
   }
+}
+
+/** The server's own history: pages with their times on this page's clock. */
+function pagesOf(text) {
+  const [head, ...parts] = text.split(/^# at /m);
+  const now = Number((/^# now (\S+)/m.exec(head) || [])[1]);
+  const here = performance.now() / 1000;
+  return parts.map((part) => {
+    const end = part.indexOf("\n");
+    return parse(part.slice(end + 1), here - (now - Number(part.slice(0, end))));
+  });
+}
+
+/** What the charts show of pages, each compared with the one before it. */
+function rowsOf(pages, model) {
+  return pages.slice(1).map((page, index) => {
+    const change = new Change(pages[index], page, model);
+    return { at: page.at, values: CHARTS.map((chart) => chart.values(change)) };
+  });
 }

@@ -59,12 +59,13 @@ async function chooseModel() {
   const model = $("model").value;
   dashboard.setModel(model);
   let template = null;
+  let defaults = null;
   try {
-    template = (await getJson(`/tokenizer_info?model=${encodeURIComponent(model)}`)).chat_template;
+    ({ chat_template: template, sampling_defaults: defaults } = await getJson(`/tokenizer_info?model=${encodeURIComponent(model)}`));
   } catch (error) {
     showState("unknown", error.message);
   }
-  playground.setModel(model, Boolean(template));
+  playground.setModel(model, Boolean(template), defaults);
   dashboard.look();
   if (!$("artifact").hidden) artifact.show(model);
 }

@@ -38,6 +38,14 @@ export class Parameters {
     this.#paint();
   }
 
+  /** Show the values that hold where a field is empty. */
+  setDefaults(defaults) {
+    for (const [name, input] of this.inputs) {
+      const value = (defaults || {})[name];
+      if (input.type === "number") input.placeholder = value === undefined || value === null ? "default" : String(value);
+    }
+  }
+
   reset() {
     for (const field of FIELDS) this.inputs.get(field.name).value = field.initial ?? "";
     this.#store();

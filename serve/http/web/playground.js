@@ -1,7 +1,9 @@
 // Chat and completion: the request, its answer as it comes, and what it cost.
 
 import { ApiError, apiKey, postStream } from "./api.js";
+import { Conversations, asJson, asMarkdown, download, newId, paintList } from "./conversations.js";
 import { $, duration, el, number } from "./dom.js";
+import { copyText, rendered } from "./markdown.js";
 import { Parameters, fieldsOf } from "./parameters.js";
 import { asCurl, asPython } from "./snippets.js";
 import { TokenText, hideTip, tokensOf } from "./tokens.js";
@@ -15,10 +17,20 @@ export class Playground {
     this.early = null; // the form that was sent before the model was known
     this.mode = "chat";
     this.conversation = []; // {role, content, failed}, one for each article of the log
+    this.id = newId(); // under which the conversation is kept
+    this.conversations = new Conversations();
+    this.sent = {}; // the body of the last request of each kind
     this.running = null; // AbortController of the request under way
     this.parameters = new Parameters($("parameters"));
     for (const mode of ["chat", "completion"]) $(`mode-${mode}`).addEventListener("click", () => this.setMode(mode));
     $("clear").addEventListener("click", () => this.clear());
+    for (const view of ["text", "tokens"]) $(`view-${view}`).addEventListener("click", () => this.setView(view));
+    this.setView(localStorage.getItem("inferc.view") === "tokens" ? "tokens" : "text");
+    $("export-markdown").addEventListener("click", () => this.#export("md", asMarkdown, "text/markdown"));
+    $("export-json").addEventListener("click", () => this.#export("json", asJson, "application/json"));
+    $("forget-all").addEventListener("click", () => this.#forget(null));
+    if (window.matchMedia("(max-width: 820px)").matches) for (const each of ["conversations", "settings"]) $(each).open = false;
+    this.#list();
     $("reset").addEventListener("click", () => this.parameters.reset());
     $("chat-form").addEventListener("submit", (event) => this.#send(event));
     $("completion-form").addEventListener("submit", (event) => this.#complete(event));
@@ -37,8 +49,9 @@ export class Playground {
     }
   }
 
-  /** model: its name; hasTemplate: whether it can chat. */
-  setModel(model, hasTemplate) {
+  /** model: its name; hasTemplate: whether it can chat; defaults: its own sampling parameters. */
+  setModel(model, hasTemplate, defaults) {
+    this.parameters.setDefaults(defaults);
     if (this.running) this.running.abort();
     if (this.model !== model) this.clear();
     this.model = model;
@@ -58,10 +71,20 @@ export class Playground {
     }
   }
 
+  /** Show answers as text, with Markdown in chats, or as the tokens that they were made of. */
+  setView(view) {
+    document.body.classList.toggle("tokens", view === "tokens");
+    for (const each of ["text", "tokens"]) $(`view-${each}`).setAttribute("aria-pressed", String(each === view));
+    localStorage.setItem("inferc.view", view);
+  }
+
+  /** Begin another conversation; the one so far is kept. */
   clear() {
     if (this.running) this.running.abort();
     hideTip();
     this.conversation = [];
+    this.id = newId();
+    this.#list();
     $("messages").replaceChildren(el("p", { class: "empty" }, "Say something to the model."));
     $("completion-output").replaceChildren();
     $("take").hidden = true;
@@ -97,8 +120,11 @@ export class Playground {
     }
     const words = el("div", { class: "words" });
     const facts = el("p", { class: "facts" }, "…");
-    node.append(words, facts);
+    const shown = kind === "chat" ? el("div", { class: "markdown" }) : null;
+    node.append(...(shown ? [shown] : []), words, facts);
+    this.sent[kind] = body;
     const text = new TokenText(words);
+    const draw = shown ? onceAFrame(() => shown.replaceChildren(...rendered(text.text))) : () => {};
     const timing = { start: performance.now(), first: NaN, last: NaN };
     const ended = { reason: null, usage: null };
     this.#setRunning(new AbortController());
@@ -115,6 +141,7 @@ export class Playground {
           }
           const isAtEnd = this.#isAtEnd();
           text.add(piece, tokens);
+          draw(isAtEnd ? () => this.#scroll() : null);
           if (isAtEnd) this.#scroll();
           if (choice.finish_reason) ended.reason = choice.finish_reason;
         }
@@ -130,6 +157,7 @@ export class Playground {
       node.classList.remove("streaming");
       this.#setRunning(null);
     }
+    if (shown) shown.replaceChildren(...rendered(text.text));
     facts.textContent = this.#facts(timing, ended);
     $("spoken").textContent = ended.reason === "error" ? "" : `Answer: ${text.text}`;
     return { content: text.text, failed: ended.reason === "error" && !text.text };
@@ -190,9 +218,47 @@ export class Playground {
     for (let index = log.children.length; index < this.conversation.length; index += 1) {
       const { role, content } = this.conversation[index];
       const edit = el("button", { type: "button", class: "quiet redo", click: () => this.#edit(index) }, "Edit");
-      log.append(el("article", { class: `message ${role}` }, el("h2", {}, role === "user" ? "You" : "Model"), el("div", { class: "words" }, content), edit));
+      const isUser = role === "user";
+      const said = isUser ? el("div", { class: "words" }, content) : el("div", { class: "markdown" }, ...rendered(content));
+      log.append(el("article", { class: `message ${role}` }, el("h2", {}, isUser ? "You" : "Model"), said, ...(isUser ? [edit] : [])));
     }
     this.#scroll();
+  }
+
+  // ------------------------------------------------------------------------------------- conversations
+
+  /** The conversation as it is kept: without what was not answered. */
+  get #kept() {
+    const said = this.#messages.filter((each) => each.role !== "system");
+    return { id: this.id, at: Date.now(), model: this.model, system: $("system").value.trim(), messages: said };
+  }
+
+  #list() {
+    paintList(this.conversations, this.id, { open: (id) => this.#open(id), forget: (id) => this.#forget(id) });
+  }
+
+  #open(id) {
+    const found = this.conversations.find(id);
+    if (!found || this.running) return;
+    this.clear();
+    this.id = found.id;
+    this.conversation = found.messages.map((each) => ({ ...each }));
+    $("system").value = found.system || "";
+    this.setMode("chat");
+    this.#paint();
+    this.#list();
+    $("chat-input").focus();
+  }
+
+  #forget(id) {
+    if (id === null) this.conversations.forgetAll();
+    else this.conversations.forget(id);
+    this.#list();
+  }
+
+  #export(ending, make, type) {
+    const kept = this.#kept;
+    if (kept.messages.length) download(`conversation.${ending}`, make(kept), type);
   }
 
   async #reply() {
@@ -208,6 +274,8 @@ export class Playground {
       return;
     }
     this.conversation.push({ role: "assistant", ...answer });
+    this.conversations.keep(this.#kept);
+    this.#list();
     node.append(redo);
     this.#scroll();
     $("chat-input").focus();
@@ -251,16 +319,26 @@ export class Playground {
 
   // ----------------------------------------------------------------------------------------- elsewhere
 
-  async #copy(button, make) {
-    const asked = this.conversation.length ? this.#messages : [...this.#messages, { role: "user", content: $("chat-input").value || "Hello" }];
-    const text = make(location.origin, PATHS[this.mode], this.body(this.mode, asked), Boolean(apiKey()));
-    const label = button.textContent;
-    try {
-      await navigator.clipboard.writeText(text);
-      button.textContent = "Copied";
-    } catch {
-      button.textContent = "The browser does not allow it";
-    }
-    setTimeout(() => { button.textContent = label; }, 1500);
+  /** Copy the last request as it was sent, or what would be sent now if there was none. */
+  #copy(button, make) {
+    const asked = [...this.#messages, { role: "user", content: $("chat-input").value || "Hello" }];
+    const body = this.sent[this.mode] || this.body(this.mode, asked);
+    return copyText(make(location.origin, PATHS[this.mode], body, Boolean(apiKey())), button);
   }
+}
+
+/** A function that draws at most once a frame, and then calls what it was given last. */
+function onceAFrame(draw) {
+  let isDue = false;
+  let after = null;
+  return (then) => {
+    after = then;
+    if (isDue) return;
+    isDue = true;
+    requestAnimationFrame(() => {
+      isDue = false;
+      draw();
+      if (after) after();
+    });
+  };
 }

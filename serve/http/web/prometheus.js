@@ -108,6 +108,17 @@ export class Change {
     return Math.min(1, this.rate("inferc_device_busy_seconds_total"));
   }
 
+  /** The share of the machine's processors that were busy, with all programs. */
+  get cpu() {
+    const [before, after] = [this.before, this.after].map((page) => sum(page, "inferc_host_cpu_busy_seconds_total"));
+    return Math.min(1, (after - before) / this.seconds / sum(this.after, "inferc_host_cpus"));
+  }
+
+  /** The share of the machine's memory that is taken. */
+  get memory() {
+    return 1 - sum(this.after, "inferc_host_memory_available_bytes") / sum(this.after, "inferc_host_memory_bytes");
+  }
+
   get batchFill() {
     const places = this.now("inferc_sequences_max");
     return places ? this.share("inferc_step_sequences_total", "inferc_steps_total") / places : NaN;

@@ -34,6 +34,24 @@ def available_memory_bytes() -> int:
     return available
 
 
+def total_memory_bytes() -> int:
+    """Return the memory of the machine, or the container's limit where that is less."""
+    total = 2**62
+    if hasattr(os, "sysconf"):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read_words("/sys/fs/cgroup/memory.max")
+    return min(total, int(limit[0])) if limit and limit[0].isdigit() else total
+
+
+def busy_cpu_seconds() -> float:
+    """Return the seconds that the machine's processors were busy since it started, summed over them; 0 if unknown."""
+    words = _read_words("/proc/stat")[1:9]  # user, nice, system, idle, iowait, irq, softirq, steal
+    if len(words) < 8 or not hasattr(os, "sysconf"):
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq, _steal = map(int, words)
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
 def _read_words(path: str) -> list[str]:
     try:
         return Path(path).read_text().split()

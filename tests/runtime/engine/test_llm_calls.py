@@ -53,10 +53,13 @@ def test_a_salt_of_a_prompt_keeps_its_prefix_apart(llm: LLM) -> None:
     [
         (None, "there is no prompt: give a text, a list of token ids, or a list of either"),
         ({}, "expected a text as prompt, or prompt_token_ids"),
-        ({"prompts": "a"}, "a prompt with 'prompts' is not built yet; a prompt's keys are prompt, prompt_token_ids, c"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "a prompt with 'multi_modal_data' is not built yet"),
+        (
+            {"prompts": "a"},
+            'a prompt with "prompts" is not built yet; a prompt\'s keys are prompt, prompt_token_ids, c',
+        ),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, 'a prompt with "multi_modal_data" is not built yet'),
         ({"prompt": [5]}, r"prompt: expected a text, found \[5\]"),
-        ({"prompt_token_ids": "a"}, "prompt_token_ids: expected a list of token ids, found 'a'"),
+        ({"prompt_token_ids": "a"}, 'prompt_token_ids: expected a list of token ids, found "a"'),
         (["a", 5], "a prompt is a text or a list of token ids, found 5"),
         (5, "a prompt is a text or a list of token ids, found 5"),
         (b"a", "found b'a'"),
@@ -70,18 +73,18 @@ def test_what_is_no_prompt_is_told(llm: LLM, prompts: Any, told: str) -> None:
 @pytest.mark.parametrize(
     ("call", "options", "told"),
     [
-        ("generate", {"sampling_param": GREEDY}, "LLM.generate has no parameter 'sampling_param'; did you mean sampl"),
-        ("generate", {"params": GREEDY}, "LLM.generate has no parameter 'params'"),
-        ("generate", {"temperature": 0.5}, r"'temperature'; give sampling_params=SamplingParams\(temperature=…\)"),
-        ("generate", {"priority": [1]}, r"'priority'; give sampling_params=SamplingParams\(priority=…\)"),
+        ("generate", {"sampling_param": GREEDY}, 'LLM.generate has no parameter "sampling_param"; did you mean sampl'),
+        ("generate", {"params": GREEDY}, 'LLM.generate has no parameter "params"'),
+        ("generate", {"temperature": 0.5}, r'"temperature"; give sampling_params=SamplingParams\(temperature=…\)'),
+        ("generate", {"priority": [1]}, r'"priority"; give sampling_params=SamplingParams\(priority=…\)'),
         ("generate", {"lora_request": object()}, "LLM.generate: lora_request is .*, which is not built yet"),
         ("generate", {"prompt_token_ids": [5]}, "found prompts and prompt_token_ids; give one of them"),
-        ("generate", {"sampling_params": {"n": 1}}, "sampling_params: expected SamplingParams, found {'n': 1}"),
+        ("generate", {"sampling_params": {"n": 1}}, 'sampling_params: expected SamplingParams, found {"n": 1}'),
         ("generate", {"sampling_params": [GREEDY, GREEDY]}, "found 2 sampling params for 1 prompts"),
-        ("chat", {"sampling_param": GREEDY}, "LLM.chat has no parameter 'sampling_param'; did you mean sampling_pa"),
+        ("chat", {"sampling_param": GREEDY}, 'LLM.chat has no parameter "sampling_param"; did you mean sampling_pa'),
         ("chat", {"max_tokens": 3}, r"give sampling_params=SamplingParams\(max_tokens=…\)"),
         ("chat", {"enable_thinking": False}, "a variable of the chat template goes into chat_template_kwargs={'enabl"),
-        ("chat", {"continue_final_message": True}, "continue_final_message is True, which is not built yet"),
+        ("chat", {"continue_final_message": True}, "continue_final_message is true, which is not built yet"),
         ("chat", {"chat_template": "{{ 1 }}"}, "chat_template is .*, which is not built yet; leave it out"),
     ],
 )
@@ -125,10 +128,10 @@ def test_engine_options_of_others_are_refused_by_name(tiny_artifact: Path, optio
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"max_new_tokens": 3}, "SamplingParams has no parameter 'max_new_tokens'; did you mean max_tokens?"),
+        ({"max_new_tokens": 3}, 'SamplingParams has no parameter "max_new_tokens"; did you mean max_tokens?'),
         ({"temprature": 0.5}, "did you mean temperature?"),
         ({"best_of": 4}, "best_of is 4, which is not built yet; leave it out"),
-        ({"use_beam_search": True}, "use_beam_search is True, which is not built yet"),
+        ({"use_beam_search": True}, "use_beam_search is true, which is not built yet"),
         ({"prompt_logprobs": 33}, "prompt_logprobs is 33; expected at most 32"),
     ],
 )

@@ -33,7 +33,7 @@ from inferc.runtime.step.sampling_params import (
         ({"top_k": -2}, r"top_k is -2; expected at least 0 \(use 0 to turn it off\)"),
         ({"min_p": 2}, "min_p is 2"),
         ({"n": 0}, "n is 0; expected at least 1"),
-        ({"n": True}, "n: expected an integer, found True"),
+        ({"n": True}, "n: expected an integer, found true"),
         ({"presence_penalty": 3}, "presence_penalty is 3"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
         ({"seed": 2**64}, "seed is 18446744073709551616"),
@@ -44,7 +44,7 @@ from inferc.runtime.step.sampling_params import (
         ({"min_tokens": 20, "max_tokens": 10}, "min_tokens 20 is more than max_tokens 10"),
         ({"logit_bias": {5: 101}}, r"logit_bias\[5\] is 101"),
         ({"logit_bias": [1]}, "logit_bias: expected a map"),
-        ({"ignore_eos": "yes"}, "ignore_eos: expected true or false, found 'yes'"),
+        ({"ignore_eos": "yes"}, 'ignore_eos: expected true or false, found "yes"'),
         ({"stop_token_ids": [5] * 2**19}, "stop_token_ids: found 524288 entries, at most 262144 are allowed"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_request_goes_over_the_models_defaults() -> None:
         ({"min_new_tokens": -1}, {}, "not followed in min_new_tokens: min_tokens is -1"),
         ({"stop_strings": [""]}, {}, "not followed in stop_strings: stop: expected strings that are not empty"),
         ({"suppress_tokens": [-1]}, {}, "not followed in suppress_tokens and bad_words_ids: banned_token_ids is -1"),
-        ({"suppress_tokens": "x", "bad_words_ids": [5, []]}, {}, "banned_token_ids: expected an integer, found 'x'"),
+        ({"suppress_tokens": "x", "bad_words_ids": [5, []]}, {}, 'banned_token_ids: expected an integer, found "x"'),
         (
             {"min_new_tokens": 9, "max_new_tokens": 4},
             {"min_tokens": 4, "max_tokens": 4},

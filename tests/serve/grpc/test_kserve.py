@@ -74,11 +74,11 @@ def test_tritonclient_streams(seen: Any, served: str) -> None:
 def test_tritonclient_is_told_what_is_wrong(seen: Any) -> None:
     errors = seen["errors"]
     assert errors["model"].startswith("StatusCode.NOT_FOUND: model 'none' is not served here")
-    assert errors["output"].startswith("StatusCode.INVALID_ARGUMENT: output 'logits' is unknown; known: text_output")
+    assert errors["output"].startswith('StatusCode.INVALID_ARGUMENT: output "logits" is unknown; known: text_output')
     assert errors["sampling"].startswith("StatusCode.INVALID_ARGUMENT: max_tokens is -1")
     assert errors["unknown"].startswith("StatusCode.INVALID_ARGUMENT: unknown sampling parameter tempratur")
     assert errors["timeout"] == "StatusCode.DEADLINE_EXCEEDED: the request was not done within its 1e-06 s"
-    assert errors["load"].startswith("StatusCode.FAILED_PRECONDITION: model 'none' is unknown")
+    assert errors["load"].startswith('StatusCode.FAILED_PRECONDITION: model "none" is unknown')
     assert errors["client_timeout"].startswith("StatusCode.DEADLINE_EXCEEDED")
 
 
@@ -172,8 +172,8 @@ BAD = [
     (request_of(b"\xff\xff\xff\xff", [1]), "a text is longer than the bytes that are there"),
     (request_of(b"\x01\x00", [1]), "a text is longer than the bytes that are there"),
     (request_of(texts(b"\xff"), [1]), "input text_input is not UTF-8: invalid start byte at byte 0"),
-    (request_of(texts(b"a"), [1], "prompt"), "input 'prompt' is unknown; known: text_input"),
-    (request_of(texts(b"a"), [1], "text_input", "INT32"), "found datatype 'INT32', expected BYTES"),
+    (request_of(texts(b"a"), [1], "prompt"), 'input "prompt" is unknown; known: text_input'),
+    (request_of(texts(b"a"), [1], "text_input", "INT32"), 'found datatype "INT32", expected BYTES'),
     (request_of(b"\x01\x02\x03", [1], "input_ids", "INT32"), "found 3 bytes, expected 4 for its shape"),
     (request_of(struct.pack("<i", -4), [1], "input_ids", "INT32"), "prompt: token id -4 is outside of the vocabulary"),
     (request_of(struct.pack("<q", 1 << 40), [1], "input_ids", "INT64"), "is outside of the vocabulary"),
@@ -206,7 +206,7 @@ def named(name: str) -> pb.ModelInferRequest:
 BAD += [
     (with_logprobs(), "logprobs is 2, and no output of this protocol has them"),
     (outputs_of("text_output", "output_ids", "text_output"), "output text_output is there twice"),
-    (outputs_of("text"), "output 'text' is unknown; known: text_output"),
+    (outputs_of("text"), 'output "text" is unknown; known: text_output'),
     (named("a" * 129), "id has 129 characters; at most 128 are allowed"),
 ]
 
@@ -246,7 +246,7 @@ BAD += [
     (sampled(b'{"seed": 1}' + b" " * (1 << 20)), "input sampling_parameters has 1048587 bytes; at most"),
     (sampled(b'{"prompt_logprobs": 0}'), "prompt_logprobs is 0, and no output of this protocol has them"),
     (sampled(b'{"n": 2}'), "n is 2; this protocol gives one output for each prompt"),
-    (with_timeout(), "parameter timeout is '1 s'; expected microseconds"),
+    (with_timeout(), 'parameter timeout is "1 s"; expected microseconds'),
 ]
 
 
@@ -301,7 +301,7 @@ def test_there_is_one_repository(served: str, method: str, request_: Any) -> Non
             request_, timeout=30
         )
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "repository_name is 'other'" in (raised.value.details() or "")
+    assert 'repository_name is "other"' in (raised.value.details() or "")
 
 
 @pytest.mark.parametrize(

@@ -232,25 +232,25 @@ BAD: list[tuple[Any, str, str | None]] = [
         "stream_options",
     ),
     ({"prompt": ["a"] * 2049}, "found 2049 prompts, at most 2048", "prompt"),
-    ({"prompt": "a", "temperature": "hot"}, "temperature: expected a number, found 'hot'", "temperature"),
+    ({"prompt": "a", "temperature": "hot"}, 'temperature: expected a number, found "hot"', "temperature"),
     ({"prompt": "a", "temperature": float("nan")}, "temperature: expected a finite number, found nan", "temperature"),
-    ({"prompt": "a", "max_tokens": "5"}, "max_tokens: expected an integer, found '5'", "max_tokens"),
+    ({"prompt": "a", "max_tokens": "5"}, 'max_tokens: expected an integer, found "5"', "max_tokens"),
     ({"prompt": "a", "max_tokens": 2.5}, "max_tokens: expected an integer, found 2.5", "max_tokens"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0; expected at least 1", "max_tokens"),
     ({"prompt": "a", "max_tokens": 2**80}, "", "max_tokens"),
     ({"prompt": "a", "n": 1000}, "n is 1000; expected at most 128", "n"),
     ({"prompt": "a", "logprobs": 99}, "logprobs is 99; expected at most 32", "logprobs"),
     ({"prompt": "a", "prompt_logprobs": 99}, "prompt_logprobs is 99; expected at most 32", "prompt_logprobs"),
-    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias: a key is a token id, found 'x'", "logit_bias"),
-    ({"prompt": "a", "suffix": "b"}, "suffix is 'b', which is not built yet", "suffix"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, 'logit_bias: a key is a token id, found "x"', "logit_bias"),
+    ({"prompt": "a", "suffix": "b"}, 'suffix is "b", which is not built yet', "suffix"),
     ({"prompt": "a", "stream_options": 5}, "stream_options", "stream_options"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "and the answer is no stream", "stream_options"),
     ({"prompt": "a", "chat_template_kwargs": {"a": 1}}, "no chat template writes a plain", "chat_template_kwargs"),
     ({"prompt": "a", "add_generation_prompt": False}, "no chat template writes a plain", "add_generation_prompt"),
-    ({"prompt": "a", "guided_regex": "b+"}, "guided_regex is 'b+', which is not built yet", "guided_regex"),
+    ({"prompt": "a", "guided_regex": "b+"}, 'guided_regex is "b+", which is not built yet', "guided_regex"),
     ({"prompt": "a", "num_beams": 4}, "num_beams is 4, which is not built yet", "num_beams"),
     ({"prompt": "a", "length_penalty": 0.5}, "length_penalty is 0.5, which is not built yet", "length_penalty"),
-    ({"prompt": "a", "detokenize": False}, "detokenize is False, which is not built yet", "detokenize"),
+    ({"prompt": "a", "detokenize": False}, "detokenize is false, which is not built yet", "detokenize"),
     ({"prompt": "half a pair \ud83d"}, "the prompt is not text", None),
     ({"prompt": "a", "cache_salt": "half \ud83d"}, "cache_salt: it is not text", "cache_salt"),
     ({"prompt": "a", "model": "half \ud83d"}, "is not served here", None),
@@ -272,13 +272,13 @@ def test_a_bad_completion_is_told_what_is_wrong(url: str, body: Any, message: st
     ("messages", "message"),
     [
         ([], "messages: expected a list of at least one message"),
-        ("hi", "messages: expected a list, found 'hi'"),
-        ([{"role": "user"}], "messages[0].content: expected text, found None"),
+        ("hi", 'messages: expected a list, found "hi"'),
+        ([{"role": "user"}], "messages[0].content: expected text, found null"),
         ([{"content": "hi"}], "messages[0]: expected an object with a role and a content"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content: expected text, found None"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content: expected text, found null"),
         (
             [{"role": "tool", "content": "5", "tool_call_id": "x"}],
-            "messages[0].tool_call_id is 'x', which is not built",
+            'messages[0].tool_call_id is "x", which is not built',
         ),
     ],
 )
@@ -286,6 +286,54 @@ def test_a_bad_chat_is_told_what_is_wrong(url: str, messages: Any, message: str)
     reply = request(url, CHAT, {"messages": messages})
     assert reply.status == 400 and reply.error["message"].startswith(message)
     assert reply.error["param"] == "messages"
+
+
+UNKNOWN = {"temperture": 0.5, "repeat_penalty": 1.1, "frobnicate": None}
+WARNINGS = [
+    "temperture is not known and was ignored; did you mean temperature?",
+    "repeat_penalty is not known and was ignored; did you mean repetition_penalty?",
+    "frobnicate is not known and was ignored",
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_field_that_is_not_known_is_named_in_the_answer(url: str, path: str, stream: bool) -> None:
+    asked = {"prompt": "a"} if path == COMPLETIONS else {"messages": MESSAGES}
+    body = {**asked, **GREEDY, "stream": stream}
+    found, plain = request(url, path, {**body, **UNKNOWN}), request(url, path, body)
+    if not stream:
+        assert found.json["warnings"] == WARNINGS and "warnings" not in plain.json
+        return
+    assert [event["warnings"] for event in found.events if "warnings" in event] == [WARNINGS]
+    assert "warnings" in found.events[0] and not any("warnings" in event for event in plain.events)
+    texts = [
+        "".join(each.get("text", each.get("delta", {}).get("content")) for each in (e["choices"][0] for e in events))
+        for events in (found.events, plain.events)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_fields_that_change_nothing_here_pass_without_a_word(url: str) -> None:
+    """OpenAI's clients and those of other servers send them with every request."""
+    body = {
+        "messages": MESSAGES,
+        **GREEDY,
+        "reasoning_effort": "high",
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "service_tier": "auto",
+        "store": False,
+        "verbosity": "low",
+        "prompt_cache_key": "a",
+        "safety_identifier": "b",
+        "metadata": {"a": "b"},
+        "cache_prompt": True,
+    }
+    reply = request(url, CHAT, body)
+    assert reply.status == 200 and "warnings" not in reply.json, reply.body
+    assert reply.json["choices"] == request(url, CHAT, {"messages": MESSAGES, **GREEDY}).json["choices"]
 
 
 def test_what_is_wrong_before_the_first_token_is_no_stream(url: str) -> None:
@@ -306,8 +354,9 @@ def test_paths_and_methods_that_are_none(url: str) -> None:
     assert request(url, COMPLETIONS).status == 405 and request(url, COMPLETIONS).error
     assert request(url, "/v1/models/none").status == 404
     assert request(url, "/v1/nothing/").status == 404
-    reply = request(url, COMPLETIONS, b'{"prompt": "a"}', {"content-type": "text/plain"})
-    assert reply.status == 400 and "content-type: application/json" in reply.error["message"]
+    for given, found in (("text/plain", 'content-type is "text/plain"'), ("", "the header content-type is missing")):
+        reply = request(url, COMPLETIONS, b'{"prompt": "a"}', {"content-type": given})
+        assert reply.status == 400 and reply.error["message"] == f"{found}; send content-type: application/json"
     for encoding, status in (("gzip", 415), ("identity", 400)):
         reply = request(url, COMPLETIONS, b"{}", {"content-encoding": encoding})
         assert reply.status == status

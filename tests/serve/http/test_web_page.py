@@ -68,6 +68,8 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Watched]]:
 
 def chat(page: Page, text: str, **parameters: object) -> None:
     expect(page.locator("#mode-chat")).to_be_enabled()
+    if not page.locator("#parameter-temperature").is_visible():
+        page.click("#settings summary")  # folded where the window is narrow
     for name, value in parameters.items():
         page.fill(f"#parameter-{name}", str(value))
     page.fill("#chat-input", text)
@@ -117,6 +119,7 @@ def test_a_person_can_chat_and_gets_what_the_interface_gives(
 
 def test_tokens_show_their_alternatives(shipped: Server, open_page: Callable[..., Watched]) -> None:
     page = open_page(shipped.url).page
+    page.click("#view-tokens")
     chat(page, PROMPT, temperature=0, max_tokens=40, top_logprobs=3)
     answered(page)
     body = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 40}
@@ -199,6 +202,101 @@ def test_a_text_is_completed_and_taken_on(shipped: Server, open_page: Callable[.
     assert len(found) > 10 and found == expected
     page.click("#take")
     expect(page.locator("#completion-input")).to_have_value(PROMPT + found)
+
+
+MARKDOWN = """# Title
+
+Some *soft*, **strong** and `code < b` text, https://example.com/a_b and [a link](https://example.com).
+<script>alert(1)</script> [bad](javascript:alert(1)) 2 * 3 * 4, snake_case_name
+
+1. one
+   - inner
+   - **two**
+2. second
+
+> quoted
+
+| a | b |
+|---|--:|
+| 1 | `2|3` |
+
+```python
+def f():
+    return "<b>"
+```
+
+---
+```sh
+unfinished"""
+TEXT = (
+    "<p>Some <em>soft</em>, <strong>strong</strong> and <code>code &lt; b</code> text,"
+    ' <a href="https://example.com/a_b">https://example.com/a_b</a> and <a href="https://example.com">a link</a>.\n'
+    "&lt;script&gt;alert(1)&lt;/script&gt; [bad](javascript:alert(1)) 2 * 3 * 4, snake_case_name</p>"
+)
+ELEMENTS = [
+    "<h3>Title</h3>",
+    TEXT,
+    "<ol><li>one<ul><li>inner</li><li><strong>two</strong></li></ul></li><li>second</li></ol>",
+    "<blockquote><p>quoted</p></blockquote>",
+    "<table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td><td>`2</td></tr></tbody></table>",
+    '<pre><code>def f():\n    return "&lt;b&gt;"</code></pre>',
+    "<hr>",
+    "<pre><code>unfinished</code></pre>",
+]
+
+
+def test_markdown_becomes_elements_and_never_markup(server: Server, open_page: Callable[..., Watched]) -> None:
+    page = open_page(server.url).page
+    script = """async (text) => {
+        const { rendered } = await import("/web/markdown.js");
+        return rendered(text).map((node) => {
+            const shown = node.querySelector("table, pre") || node;
+            for (const each of [shown, ...shown.querySelectorAll("*")]) {
+                for (const { name } of [...each.attributes]) if (name !== "href") each.removeAttribute(name);
+            }
+            return shown.outerHTML;
+        });
+    }"""
+    assert page.evaluate(script, MARKDOWN) == ELEMENTS
+    # However it is cut while it grows, and whatever a model writes, it is read in no time worth waiting for.
+    page.evaluate(
+        "async (text) => { const { rendered } = await import('/web/markdown.js');"
+        " for (let end = 0; end <= text.length; end += 1) rendered(text.slice(0, end));"
+        " for (const hostile of ['**', '[', '`', '| ', '- ', '> ', '_a']) rendered(hostile.repeat(5000)); }",
+        MARKDOWN,
+    )
+
+
+def test_conversations_are_kept_opened_saved_and_forgotten(
+    shipped: Server, open_page: Callable[..., Watched], tmp_path: Path
+) -> None:
+    page = open_page(shipped.url).page
+    chat(page, "First question", temperature=0, max_tokens=8)
+    first = answered(page)
+    page.click("#clear")
+    chat(page, "Second question", temperature=0, max_tokens=8)
+    answered(page)
+    page.reload()
+    titles = page.locator("#kept .link")
+    expect(titles).to_have_text(["Second question", "First question"])
+    titles.nth(1).click()
+    expect(page.locator(".message.user .words")).to_have_text("First question")
+    assert (page.locator(".message.assistant .markdown").text_content() or "").split() == first.split()
+    with page.expect_download() as saved:
+        page.click("#export-json")
+    saved.value.save_as(tmp_path / "conversation.json")
+    found = json.loads((tmp_path / "conversation.json").read_text())
+    assert [each["content"] for each in found["messages"]] == ["First question", first]
+    with page.expect_download() as saved:
+        page.click("#export-markdown")
+    assert "First question" in Path(saved.value.path()).read_text()
+    chat(page, "More", temperature=0, max_tokens=8)
+    answered(page)
+    expect(titles).to_have_text(["First question", "Second question"])
+    page.get_by_role("button", name="Forget: Second question").click()
+    expect(titles).to_have_text(["First question"])
+    page.reload()
+    expect(titles).to_have_text(["First question"])
 
 
 def test_what_is_sent_before_the_model_is_known_is_sent_then(server: Server, open_page: Callable[..., Watched]) -> None:
@@ -343,7 +441,8 @@ def test_it_uses_metrics_that_there_are() -> None:
 
 def test_its_limits_are_those_of_the_alerts() -> None:
     limits = re.search(
-        r"const LIMITS = \{ ttft: ([\d.]+), kv: ([\d.]+), goodput: ([\d.]+) \}", (WEB / "dashboard.js").read_text()
+        r"const LIMITS = \{ ttft: ([\d.]+), kv: ([\d.]+), goodput: ([\d.]+), memory: [\d.]+ \}",
+        (WEB / "dashboard.js").read_text(),
     )
     assert limits
     rules = " ".join(rule.expr for rule in ALERT_RULES)

@@ -113,14 +113,14 @@ def test_bad_requests(embedding: Server, url: str) -> None:
         (
             {"input": "a", "encoding_format": "hex"},
             "encoding_format",
-            "encoding_format is 'hex'; expected float or base64",
+            'encoding_format is "hex"; expected float or base64',
         ),
         (
             {"input": "a", "truncate_prompt_tokens": 5},
             "truncate_prompt_tokens",
             "truncate_prompt_tokens is 5, which is",
         ),
-        ({"input": "a", "add_special_tokens": False}, "add_special_tokens", "add_special_tokens is False, which is"),
+        ({"input": "a", "add_special_tokens": False}, "add_special_tokens", "add_special_tokens is false, which is"),
         ({"input": "a", "dimensions": 999}, "dimensions", "dimensions is 999; the model's vectors have 64"),
     ):
         reply = request(embedding.url, EMBEDDINGS, body)

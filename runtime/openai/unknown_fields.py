@@ -1,0 +1,53 @@
+"""The fields of a request's body that nothing reads: those that change nothing here pass, and others are named."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from inferc.runtime.openai.fields import BY_NAME
+
+# They are about a platform, an account, or a cache that needs no help.
+IGNORED = frozenset(
+    (
+        "add_special_tokens",
+        "cache_prompt",
+        "id_slot",
+        "include_reasoning",
+        "keep_alive",
+        "max_completion_tokens",
+        "max_tool_calls",
+        "metadata",
+        "moderation",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "rid",
+        "safety_identifier",
+        "separate_reasoning",
+        "service_tier",
+        "store",
+        "stream_reasoning",
+        "verbosity",
+    )
+)
+MAX_WARNINGS = 16
+
+
+def warnings_of(body: Mapping[str, Any], *known: Iterable[str]) -> tuple[str, ...]:
+    """Return a line for each field of a body that is read nowhere, with the field that may have been meant.
+
+    known: names of fields that are read or refused by name.
+    """
+    names = IGNORED.union(*known)
+    unknown = [name for name in body if name not in names]
+    lines = []
+    for name in unknown[:MAX_WARNINGS]:
+        near = difflib.get_close_matches(name[:BY_NAME], names, 1, 0.75)
+        lines.append(f"{name:.{BY_NAME}} is not known and was ignored" + (f"; did you mean {near[0]}?" if near else ""))
+    if len(unknown) > MAX_WARNINGS:
+        lines.append(f"{len(unknown) - MAX_WARNINGS} more fields are not known and were ignored")
+    return tuple(lines)
