@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 for name in detect_isa()[:1]:
     os.environ.setdefault("INFERC_ISAS", name)
 
+# Tests change the code of models in memory, and count how often one is traced.
+os.environ.setdefault("INFERC_CAPTURES", "0")
+
+# How much a command tells of its progress depends on how fast the machine is.
+os.environ.setdefault("INFERC_PROGRESS", "none")
+
 # The same examples in every run; what searches for new ones is marked slow and says so.
 if find_spec("hypothesis"):  # where it is not, tests of properties are skipped
     from hypothesis import HealthCheck, settings

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, final
 
 from inferc.errors import InfercError, RequestError, shown
 from inferc.runtime.artifact.load import load_artifact
+from inferc.runtime.artifact.model_folder import artifact_of
 from inferc.runtime.engine import keywords
 from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.engine.load import load_engine, model_defaults
@@ -31,7 +32,8 @@ Messages: TypeAlias = Sequence[dict[str, Any]]
 class LLM:
     """A loaded artifact that generates text.
 
-    model: the artifact. `options` are the fields of EngineConfig (max_num_seqs, kv_memory_bytes, num_threads, …),
+    model: the artifact, or the folder of a Hugging Face model, which is compiled into a cache at its first use
+    (`inferc cache list`). `options` are the fields of EngineConfig (max_num_seqs, kv_memory_bytes, num_threads, …),
     `target`, and `special_tokens_in_text`: "allow", "refuse" or "escape" control tokens in prompts and messages. Use it
     as a context manager, or call `close`. Raises ConfigError or ArtifactError.
     """
@@ -39,7 +41,9 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         options = keywords.engine_options(options)
         in_text = str(options.pop("special_tokens_in_text", "allow"))
-        artifact = load_artifact(model, target=options.get("target"), trusted_keys=options.get("trusted_keys"))
+        artifact = load_artifact(
+            artifact_of(model), target=options.get("target"), trusted_keys=options.get("trusted_keys")
+        )
         files = artifact.tokenizer
         self._text = Text(files, in_text) if files.has_tokenizer else None
         self._defaults = dict(model_defaults(artifact))

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,9 +16,9 @@ import typer
 from command_line import run_inferc
 from serving import ENV, INFERC, wait_until
 
-from inferc.cli.common import progress
+from inferc.cli.habits import MODEL, OF_CHATTING, OF_GENERATING, OF_SERVERS
 from inferc.cli.main import app
-from inferc.cli.serve import FOREIGN
+from inferc.cli.progress import progress
 
 # A kernel that promises all memory it is asked for refuses only what no address could reach.
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
@@ -185,7 +186,7 @@ def test_interrupt_leaves_nothing_half_written(number: signal.Signals, tiny_llam
 def test_no_artifact(tmp_path: Path, tiny_llama_folder: Path) -> None:
     assert "no artifact at" in one_line(refused("generate", tmp_path / "none", "--prompt", "a"))
     ports = ("--grpc-port", "0", "--http-port", "0")
-    assert "compile it first" in one_line(refused("serve", tiny_llama_folder, *ports))
+    assert "compile it first" in one_line(refused("inspect", tiny_llama_folder))
     assert one_line(refused("serve", "meta-llama/Llama-3.1-8B", *ports)) == (
         "inferc: no artifact at meta-llama/Llama-3.1-8B: there is no such folder; if it is a model of the hub, compile"
         " it first: `inferc compile meta-llama/Llama-3.1-8B -o OUT`, then use OUT\n"
@@ -313,14 +314,46 @@ def test_serve_knows_options_of_others(options: tuple[str, ...], message: str) -
     assert one_line(refused("serve", "OUT", *options)) == f"inferc: {message}\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("generate", ("-m", "OUT", "-p", "hi"), f"{MODEL}: inferc generate OUT --prompt TEXT"),
+        ("generate", ("OUT", "-p", "hi"), "the prompt is --prompt TEXT, or --prompt - for standard input"),
+        ("generate", ("OUT", "--prompt", "a", "-n", "128"), "the limit of new tokens is --max-tokens N"),
+        ("generate", ("OUT", "--prompt", "a", "--temp", "0.2"), "the temperature is --temperature T"),
+        ("generate", ("OUT", "--prompt", "a", "--repeat-penalty", "1.1"), "the penalty is --repetition-penalty X"),
+        ("generate", ("OUT", "-cnv"), "to talk with a model: inferc chat OUT"),
+        (
+            "chat",
+            ("OUT", "-c", "4096"),
+            "-c is fixed when a model is compiled: inferc compile MODEL -o OUT --max-model-len N",
+        ),
+        ("chat", ("OUT", "-sys", "be short"), "the system message is --system TEXT"),
+        ("chat", ("OUT", "-t", "8"), "the number of threads is --threads N"),
+    ],
+)
+def test_generating_knows_options_of_others(command: str, options: tuple[str, ...], message: str) -> None:
+    assert one_line(refused(command, *options)) == f"inferc: {message}\n"
+
+
+def test_options_of_others_are_none_of_ours() -> None:
+    group: Any = typer.main.get_command(app)
+    for name, habits in (("generate", OF_GENERATING), ("chat", OF_CHATTING)):
+        ours = {option for parameter in group.commands[name].params for option in parameter.opts}
+        assert not ours & habits.keys()
+        for message in habits.values():
+            named = re.findall(r"(?<!\S)--[a-z-]+", re.split("inferc (?:compile|generate)", message)[0])
+            assert all(option in ours or option in habits for option in named), message
+
+
 def test_serve_knows_what_compile_alone_takes() -> None:
     group: Any = typer.main.get_command(app)
     ours, theirs = (
         {option for parameter in group.commands[name].params for option in parameter.opts if option[0] == "-"}
         for name in ("serve", "compile")
     )
-    assert theirs - ours - FOREIGN.keys() == {"-o", "--output", "--add-target"}
-    assert not ours & FOREIGN.keys()
+    assert theirs - ours - OF_SERVERS.keys() == {"-o", "--output", "--add-target"}
+    assert not ours & OF_SERVERS.keys()
 
 
 def test_standard_input_that_is_not_utf8(tiny_artifact: Path) -> None:
@@ -430,6 +463,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar names the stage; where standard error is no terminal there is none."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("INFERC_PROGRESS")
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

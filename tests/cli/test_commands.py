@@ -35,6 +35,7 @@ COMMANDS = (
     "verify",
     "eval",
     "bench",
+    "cache",
     "keys",
 )
 ONLY_TO_COMPILE = ("torch", "transformers", "triton", "safetensors")

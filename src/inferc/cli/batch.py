@@ -29,8 +29,8 @@ from inferc.cli.common import (
     engine_options,
     fail,
     print_json,
-    progress,
 )
+from inferc.cli.progress import progress
 from inferc.cli.top import ApiKey, Ca
 from inferc.errors import ConfigError, InfercError
 

@@ -14,15 +14,16 @@ from inferc.cli.common import (
     Json,
     KVMemory,
     Out,
+    OutOrModel,
     Pin,
     Threads,
     command,
     engine,
     engine_options,
     print_json,
-    progress,
     say,
 )
+from inferc.cli.progress import progress
 from inferc.cli.workload_options import InputLen, OutputLen
 from inferc.errors import ConfigError
 from inferc.targets import DEFAULT_TARGET
@@ -130,7 +131,7 @@ def _percent(value: float | None) -> str:
 
 @command(bench_app, "latency")
 def bench_latency(
-    out: Out,
+    out: OutOrModel,
     input_len: InputLen = 512,
     output_len: OutputLen = 128,
     threads: Threads = None,
@@ -140,11 +141,12 @@ def bench_latency(
 ) -> None:
     """Measure a single request: time to first token, prefill and decode speed, and shares of the machine's limits."""
     from inferc.runtime.artifact.load import load_artifact
+    from inferc.runtime.artifact.model_folder import artifact_of
     from inferc.runtime.measure.bench import latency, model_cost
     from inferc.system.resources import available_cores
 
     options = engine_options(threads, isa, 1, max(512, input_len), pin=pin, prefix_cache=False)
-    artifact = load_artifact(out)
+    artifact = load_artifact(artifact_of(out))
     with engine(artifact, options) as client, progress("bench latency"):
         result = latency(client, model_cost(artifact), threads or available_cores(), input_len, output_len)
     _print_numbers(dataclasses.asdict(result), as_json)
@@ -152,7 +154,7 @@ def bench_latency(
 
 @command(bench_app, "throughput")
 def bench_throughput(
-    out: Out,
+    out: OutOrModel,
     input_len: InputLen = 128,
     output_len: OutputLen = 128,
     concurrency: Concurrency = 8,
@@ -165,11 +167,12 @@ def bench_throughput(
 ) -> None:
     """Measure many requests at once: output tokens per second."""
     from inferc.runtime.artifact.load import load_artifact
+    from inferc.runtime.artifact.model_folder import artifact_of
     from inferc.runtime.measure.bench import model_cost, throughput
 
     total = _num_requests(concurrency, requests)
     options = engine_options(threads, isa, concurrency, max(512, concurrency), kv_memory, pin, prefix_cache=False)
-    artifact = load_artifact(out)
+    artifact = load_artifact(artifact_of(out))
     with engine(artifact, options) as client, progress("bench throughput"):
         result = throughput(client, model_cost(artifact), input_len, output_len, concurrency, total)
     _print_numbers(dataclasses.asdict(result), as_json)

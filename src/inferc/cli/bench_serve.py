@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inferc.cli.common import INTERRUPTED, Isa, Json, Pin, Threads, print_json, progress, say
+from inferc.cli.common import INTERRUPTED, Isa, Json, Pin, Threads, print_json, say
+from inferc.cli.progress import progress
 from inferc.cli.top import ApiKey, Ca
 from inferc.cli.workload_options import (
     Burstiness,

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from inferc.cli.common import Isa, Json, Out, print_json, progress, say
+from inferc.cli.common import Isa, Json, Out, print_json, say
+from inferc.cli.progress import progress
 from inferc.cli.workload_options import (
     Burstiness,
     BurstSize,

@@ -19,7 +19,6 @@ import typer
 from typer.core import TyperCommand
 
 from inferc.errors import ConfigError, InfercError, RequestError
-from inferc.system.progress import silent
 
 if TYPE_CHECKING:
     from inferc.runtime.artifact.load import Artifact
@@ -35,6 +34,13 @@ Command = TypeVar("Command", bound=Callable[..., int | None])
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The artifact: a folder that `inferc compile` wrote.")]
+OutOrModel = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT|MODEL",
+        help="The artifact, or the folder of a Hugging Face model, which is compiled into a cache first.",
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", help="Number of CPU threads; by default one per core.")
 ]
@@ -341,26 +347,6 @@ def _discard_output() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- at work
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on standard error, if that is a terminal, and yield the function that updates it."""
-    if not sys.stderr.isatty():
-        yield silent
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(what, total=None)
-
-        def report(stage: str, done: int, total: int) -> None:
-            # A stage with a single part has no measurable progress: the bar then only shows activity.
-            bars.update(task, description=stage, completed=done, total=total if total > 1 else None)
-
-        yield report
 
 
 def engine_options(

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inferc.cli.common import Isa, Json, MaxBatchedTokens, Out, Threads, cell, engine_options, print_json, progress, say
+from inferc.cli.common import Isa, Json, MaxBatchedTokens, Out, Threads, cell, engine_options, print_json, say
+from inferc.cli.progress import progress
 from inferc.errors import ConfigError
 
 if TYPE_CHECKING:

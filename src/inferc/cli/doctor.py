@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inferc.cli.common import Json, print_json, progress, say
+from inferc.cli.common import Json, print_json, say
+from inferc.cli.progress import progress
 from inferc.cli.top import ApiKey, Ca, EndpointArgument
 from inferc.errors import ConfigError, InfercError
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inferc.cli.common import Json, fail, print_json, progress, say
+from inferc.cli.common import Json, fail, print_json, say
+from inferc.cli.progress import progress
 from inferc.cost.devices import NAMES, check_device, find_device
 from inferc.errors import ArtifactError, ConfigError
 from inferc.targets import DEFAULT_TARGET

@@ -20,7 +20,7 @@ from inferc.cli.common import (
     KVMemory,
     MaxBatchedTokens,
     MaxSeqs,
-    Out,
+    OutOrModel,
     Policy,
     PrefixCache,
     Record,
@@ -63,13 +63,29 @@ TopP = Annotated[
 TopK = Annotated[
     int | None, typer.Option("--top-k", metavar="K", help="Sample only from the K most likely tokens; 0 is off.")
 ]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p",
+        metavar="P",
+        help="Sample only from tokens that are at least P times as likely as the likeliest; 0 is off.",
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        metavar="X",
+        help="Make tokens that came before less likely (above 1) or more (below 1); 1 is off.",
+    ),
+]
 Seed = Annotated[
     int | None, typer.Option("--seed", metavar="N", help="Seed of the random numbers, which makes sampling repeatable.")
 ]
 
 
 def generate(
-    out: Out,
+    out: OutOrModel,
     prompt: Annotated[
         list[str],
         typer.Option(
@@ -82,6 +98,8 @@ def generate(
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
     stop: Annotated[
         list[str] | None,
@@ -124,6 +142,7 @@ def generate(
     from inferc.runtime.engine.llm import LLM
 
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    asked.update(min_p=min_p, repetition_penalty=repetition_penalty)
     asked.update(stop=tuple(stop) if stop else None, ignore_eos=ignore_eos, tap=bool(tap))
     texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
     with LLM(
@@ -195,7 +214,7 @@ def _keep_tapped(llm: LLM, path: Path | None) -> dict[str, Any]:
 
 
 def chat(
-    out: Out,
+    out: OutOrModel,
     system: Annotated[
         str, typer.Option("--system", metavar="TEXT", help="System message: instructions for the model.")
     ] = "",
@@ -203,6 +222,8 @@ def chat(
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
     threads: Threads = None,
     isa: Isa = "auto",
@@ -222,6 +243,7 @@ def chat(
     from inferc.runtime.engine.llm import LLM
 
     asked = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    asked |= {"min_p": min_p, "repetition_penalty": repetition_penalty}
     start = [{"role": "system", "content": system}] if system else []
     options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic, trusted_keys=trusted_keys)
     with LLM(out, special_tokens_in_text=special_tokens_in_text, **options) as llm:

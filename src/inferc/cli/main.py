@@ -17,12 +17,14 @@ import typer
 
 from inferc.cli.batch import batch
 from inferc.cli.bench import bench_app
+from inferc.cli.cache import cache_app
 from inferc.cli.common import (
     Isa,
     Json,
     KVEvict,
     MaxBatchedTokens,
     Out,
+    OutOrModel,
     OutputError,
     Threads,
     command,
@@ -33,7 +35,6 @@ from inferc.cli.common import (
     log,
     open_streams,
     print_json,
-    progress,
     say,
     writing,
 )
@@ -42,9 +43,11 @@ from inferc.cli.diff import diff
 from inferc.cli.doctor import doctor
 from inferc.cli.explain import explain
 from inferc.cli.generate import chat, generate
+from inferc.cli.habits import OF_CHATTING, OF_GENERATING, OF_SERVERS
 from inferc.cli.keys import keys_app
+from inferc.cli.progress import progress
 from inferc.cli.replay import replay
-from inferc.cli.serve import FOREIGN, serve
+from inferc.cli.serve import serve
 from inferc.cli.sign import sign
 from inferc.cli.simulate import simulate
 from inferc.cli.top import top
@@ -66,6 +69,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(cache_app, name="cache")
 app.add_typer(keys_app, name="keys")
 
 EXPERIMENTAL = (
@@ -164,9 +168,10 @@ def compile_model(
         typer.Option(
             "--certify",
             metavar="full|layers|none|auto",
-            help="How to check the artifact's numbers against Hugging Face's. full: the whole model; layers: a copy of"
-            " some of its layers with random weights; none: no check; auto: full if the float32 model fits in memory,"
-            " otherwise layers.",
+            help="How to check the artifact's numbers against Hugging Face's. auto: the program in float32 on as many"
+            " layers as hold all kinds, and the kernels on the whole model; full: the whole model after each pass,"
+            " which takes minutes and the model twice in float32; layers: a small copy with random weights after each"
+            " pass; none: no check (docs/debugging.md).",
         ),
     ] = "auto",
     allow_drift: Annotated[
@@ -372,10 +377,10 @@ def _ranges(numbers: list[int]) -> str:
 
 # ---------------------------------------------------------------- generate, chat, batch, serve, replay, diff, eval
 
-command(app, "generate")(generate)
-command(app, "chat")(chat)
+command(app, "generate", foreign=OF_GENERATING)(generate)
+command(app, "chat", foreign=OF_CHATTING)(chat)
 command(app, "batch")(batch)
-command(app, "serve", ENVIRONMENT, foreign=FOREIGN)(serve)
+command(app, "serve", ENVIRONMENT, foreign=OF_SERVERS)(serve)
 command(app, "simulate")(simulate)
 command(app, "top")(top)
 command(app, "doctor")(doctor)
@@ -386,7 +391,7 @@ command(app, "verify")(verify)
 
 @command(app, "eval")
 def evaluate(
-    out: Out,
+    out: OutOrModel,
     text: Annotated[Path, typer.Option("--text", metavar="FILE", help="The text to evaluate, in UTF-8.")],
     window: Annotated[
         int | None,
@@ -418,11 +423,12 @@ def evaluate(
     """
     from inferc.config import EngineConfig
     from inferc.runtime.artifact.load import load_artifact
+    from inferc.runtime.artifact.model_folder import artifact_of
     from inferc.runtime.measure.evaluate import WINDOW, kv_cache_bytes, perplexity
     from inferc.runtime.text.tokenizer import Text
 
     content = _read_text(text)
-    artifact = load_artifact(out)
+    artifact = load_artifact(artifact_of(out))
     size = min(WINDOW, artifact.max_model_len) if window is None else window
     if not 2 <= size <= artifact.max_model_len:
         raise ConfigError(f"--window {size}: expected 2 to {artifact.max_model_len}, what the artifact is compiled for")

@@ -18,9 +18,9 @@ from inferc.cli.common import (
     engine_options,
     log,
     print_json,
-    progress,
     say,
 )
+from inferc.cli.progress import progress
 from inferc.errors import ArtifactError
 
 SHOWN = 10  # largest number of differences that are printed

@@ -42,43 +42,6 @@ log = logging.getLogger(__name__)
 
 STARTED = time.perf_counter()
 
-# Options of other servers that inferc fixes when a model is compiled, by the option of `inferc compile` that replaces
-# them.
-AT_COMPILE = {
-    "--dtype DTYPE": ("--dtype",),
-    "--quantize SCHEME": ("--quantize", "--quantization", "-q"),
-    "--kv-dtype int8": ("--kv-dtype", "--kv-cache-dtype"),
-    "--max-model-len N": ("--max-model-len", "--context-length", "--ctx-size", "-c"),
-    "--target cuda:sm_90": ("--target", "--device", "--n-gpu-layers", "--gpu-layers", "-ngl"),
-    "--tp N": ("--tp", "--tp-size", "--tensor-parallel-size", "-tp"),
-    "--pp N": ("--pp", "--pp-size", "--pipeline-parallel-size", "-pp"),
-    "--ep N": ("--ep", "--ep-size", "--enable-expert-parallel"),
-    "--expert-loads FILE": ("--expert-loads",),
-    "--redundant-experts N": ("--redundant-experts",),
-    "--pass MODULE:NAME": ("--pass",),
-    "--certify full": ("--certify",),
-    "--allow-drift": ("--allow-drift",),
-}
-ARTIFACT = "give the artifact as an argument: inferc serve OUT"
-KV_MEMORY = "say how large the KV cache may be: inferc serve OUT --kv-memory BYTES, for example 2GiB"
-NAME = "give a model's name before its artifact: inferc serve NAME=OUT"
-PORTS = "there are two ports: inferc serve OUT --http-port PORT for OpenAI's interface, --grpc-port PORT for gRPC"
-FOREIGN = {
-    **{
-        option: f"{option} is fixed when a model is compiled: inferc compile MODEL -o OUT {ours}"
-        for ours, options in AT_COMPILE.items()
-        for option in options
-    },
-    **dict.fromkeys(("--model", "--model-path", "-m"), ARTIFACT),
-    **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), KV_MEMORY),
-    **dict.fromkeys(("--served-model-name", "--alias"), NAME),
-    "--port": PORTS,
-    "--api-key": "keys are in a file: inferc keys create FILE NAME, then inferc serve OUT --api-keys FILE",
-    "--enforce-eager": "nothing runs eagerly, a model is compiled before it is served; leave --enforce-eager out",
-    "--trust-remote-code": "code of a checkpoint is never run; leave --trust-remote-code out",
-    "--enable-prefix-caching": "the prefix cache is on (--no-prefix-cache: off); leave --enable-prefix-caching out",
-}
-
 
 def serve(
     context: typer.Context,
@@ -86,7 +49,8 @@ def serve(
         list[str],
         typer.Argument(
             metavar="[NAME=]OUT…",
-            help="Artifacts to serve. Clients address each by the name of its folder, or by NAME.",
+            help="Artifacts to serve, or folders of Hugging Face models, which are compiled into a cache first. Clients"
+            " address each by the name of its folder, or by NAME.",
             show_default=False,
         ),
     ] = [],  # noqa: B006 (in typer this makes the argument optional)
@@ -173,6 +137,15 @@ def serve(
         bool,
         typer.Option("--insecure", help="Allow a --host that other machines reach even without keys or mTLS."),
     ] = False,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Site whose pages may send requests from a browser (https://chat.example.com, or * for all); may be"
+            " repeated.",
+        ),
+    ] = None,
     max_prompt_tokens: Annotated[
         int | None,
         typer.Option("--max-prompt-tokens", metavar="N", help="Refuse requests with longer prompts than this."),
@@ -345,6 +318,7 @@ def serve(
     if not 0 <= drain_seconds < math.inf:
         raise ConfigError(f"--drain-seconds {drain_seconds:g}: expected a number of seconds, 0 or more")
     from inferc.config import EngineConfig, from_dict
+    from inferc.runtime.artifact.model_folder import artifact_of
     from inferc.runtime.text.control_tokens import parse_in_text
     from inferc.serve.kv_events.log import KvPublisherConfig
     from inferc.serve.models.metrics import Objectives
@@ -383,7 +357,7 @@ def serve(
         raise ConfigError("--kv-events-replay and --kv-events-topic need an endpoint; give --kv-events one")
     engine = from_dict(EngineConfig, {**options, "kv_events": kv_events is not None})
     settings = ServeConfig(
-        models=tuple(map(ModelSource.parse, models)),
+        models=tuple(ModelSource(each.name, artifact_of(each.path)) for each in map(ModelSource.parse, models)),
         host=host,
         grpc_port=grpc_port,
         http_port=http_port if http else None,
@@ -406,6 +380,7 @@ def serve(
         tls_key=tls_key,
         tls_client_ca=tls_client_ca,
         insecure=insecure,
+        cors_origins=tuple(cors_origin or ()),
         otlp_endpoint=otlp_endpoint,
         trace_ratio=trace_ratio,
         model_folder=model_folder,

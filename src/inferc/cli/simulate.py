@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inferc.cli.common import Json, engine_options, print_json, progress, say
+from inferc.cli.common import Json, engine_options, print_json, say
+from inferc.cli.progress import progress
 from inferc.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inferc.cli.common import Json, Out, cell, print_json, progress, say
+from inferc.cli.common import Json, Out, cell, print_json, say
+from inferc.cli.progress import progress
 
 if TYPE_CHECKING:
     from inferc.compiler.verify import Verification
@@ -23,13 +24,11 @@ def verify(
     ],
     as_json: Json = False,
 ) -> int:
-    """Compute the certificate of OUT again on this machine: each compiler pass, then OUT as it runs here.
+    """Compute the certificate of OUT again on this machine: the program by its references, then OUT as it runs here.
 
-    The passes are run by reference implementations, OUT by the kernels of this machine. Each row is compared with the
-    Hugging Face model in float32 and must stay within the error budget of the artifact's dtype or quantization scheme.
-    The command is for artifacts that were compiled elsewhere or without a certificate, or for a random copy of a large
-    model. It holds the model in float32 twice. `inferc diff` compares one request, layer by layer, and needs less
-    memory.
+    Each row is compared with the Hugging Face model in float32 and must stay within the error budget of the artifact's
+    dtype or quantization scheme. The command is for artifacts that were compiled elsewhere or without a certificate.
+    `inferc diff` compares one request, layer by layer.
 
     Exit codes: 0 all rows are within their budget, 1 one is not, 2 bad input.
     """
@@ -45,10 +44,11 @@ def verify(
 
 
 def _show(result: Verification) -> None:
-    say(f"{'row':26}{'max abs':>11}{'relative':>11}{'KL':>11}{'top-1':>8}  run by")
+    say(f"{'row':26}{'max abs':>11}{'relative':>11}{'KL':>11}{'KL p99':>11}{'top-1':>8}  run by")
     for row in result.passes:
-        cells = "".join(cell(getattr(row, name)) for name in ("max_abs_error", "relative_error", "kl"))
+        cells = "".join(cell(getattr(row, name)) for name in ("max_abs_error", "relative_error", "kl", "kl_p99"))
         mark = "" if row.ok else "  < over its budget"
         say(f"{row.name:26}{cells}{row.top1_agreement:8.1%}  {row.ran_by}{mark}")
-    say(f"\ngreedy tokens are transformers' own in {result.greedy_equal} of {result.num_prompts} prompts")
+    if result.greedy_equal is not None:
+        say(f"\ngreedy tokens are transformers' own in {result.greedy_equal} of {result.num_prompts} prompts")
     say("within the artifact's budget" if result.ok else f"beyond the artifact's budget: {result.reason}")

@@ -27,6 +27,28 @@ def cache_dir() -> Path:
     return Path(os.environ.get("INFERC_CACHE") or Path.home() / ".cache" / "inferc")
 
 
+def keeps_captures() -> bool:
+    """Return whether captured programs are kept on disk: INFERC_CAPTURES is not 0.
+
+    To turn it off is for those who change a model's code in memory, which no file tells.
+    """
+    return os.environ.get("INFERC_CAPTURES", "1") != "0"
+
+
+PROGRESS = ("bar", "lines", "none")
+
+
+def progress() -> str:
+    """Return how INFERC_PROGRESS wants the progress of long commands shown: "bar", "lines" or "none"; "" when unset.
+
+    Raises ConfigError for anything else.
+    """
+    value = os.environ.get("INFERC_PROGRESS", "")
+    if value not in ("", *PROGRESS):
+        raise ConfigError(f"INFERC_PROGRESS is {value!r}, expected one of {', '.join(PROGRESS)}")
+    return value
+
+
 def isas() -> tuple[str, ...]:
     """Return the instruction sets of INFERC_ISAS, separated by commas there, for which a compile makes libraries.
 

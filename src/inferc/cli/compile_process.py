@@ -1,0 +1,37 @@
+"""A compile in a process of its own: `python -m inferc.cli.compile_process MODEL OUT`.
+
+Progress goes to standard error. An error goes to standard output as JSON, for the process that started this one: its
+class of inferc.errors and its message.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from inferc.cli.progress import progress
+from inferc.errors import ConfigError, InfercError
+
+
+def main(model: str, out: str) -> int:
+    """Compile `model` into `out` with default options; return the exit code."""
+    try:
+        with progress("load torch") as report:
+            try:
+                from inferc.compiler.build import compile
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    f"{model} is a model, which must be compiled first, and {error.name} is not installed:"
+                    f" pip install 'inferc[compile]', or give an artifact that was compiled elsewhere"
+                ) from None
+            compile(model, out, progress=report)
+    except InfercError as error:
+        print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
