@@ -97,9 +97,9 @@ def test_no_arguments(given: Any) -> None:
         (
             {"role": "assistant", "tool_calls": [call("[1]")]},
             ChatForm(),
-            r"arguments: expected a JSON object, found '\[1\]'",
+            r'arguments: expected a JSON object, found "\[1\]"',
         ),
-        ({"role": "assistant", "tool_calls": [call("{")]}, ChatForm(), "arguments: expected a JSON object, found '{'"),
+        ({"role": "assistant", "tool_calls": [call("{")]}, ChatForm(), 'arguments: expected a JSON object, found "{"'),
         ({"role": "assistant", "tool_calls": [call("[" * 9999)]}, ChatForm(), "arguments: expected a JSON object"),
         ({"role": "assistant", "tool_calls": [call(3)]}, ChatForm(), "arguments: expected an object or JSON, found 3"),
         (
@@ -107,7 +107,7 @@ def test_no_arguments(given: Any) -> None:
             ChatForm(),
             r"tool_calls\[0\]: expected an object with a function",
         ),
-        ({"role": "assistant", "tool_calls": "f"}, ChatForm(), r"messages\[0\].tool_calls: expected a list, found 'f'"),
+        ({"role": "assistant", "tool_calls": "f"}, ChatForm(), r'messages\[0\].tool_calls: expected a list, found "f"'),
         ({"role": "assistant", "tool_calls": [call({})]}, ChatForm(tool_calls=None), "leaves out calls of tools"),
         ({"role": "tool", "content": "a"}, ChatForm(tool_results=False), "leaves out what tools answer"),
         ({"role": "system", "content": "a"}, ChatForm(system=False), "leaves out system messages; say it as the user"),

@@ -55,7 +55,7 @@ def test_text_parts_become_text() -> None:
         ([{"content": "x"}], r"messages\[0\]: expected an object with a role"),
         (["x"], r"messages\[0\]: expected an object"),
         ([{"role": "user", "content": 3}], "expected text, found 3"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "text parts only, found 'image_url'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], 'text parts only, found "image_url"'),
     ],
 )
 def test_messages_that_make_no_sense(messages: list[Any], message: str) -> None:

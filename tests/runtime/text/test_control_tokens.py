@@ -86,7 +86,7 @@ def test_they_are_read_as_transformers_reads_split_tokens(texts: dict[str, Text]
 
 @pytest.mark.parametrize("choice", ["refuse", "escape"])
 def test_a_role_is_none_that_a_template_makes_a_control_token_of(texts: dict[str, Text], choice: str) -> None:
-    with pytest.raises(RequestError, match=r"messages\[0\]: its role is 'end'; where control tokens are told apart"):
+    with pytest.raises(RequestError, match=r'messages\[0\]: its role is "end"; where control tokens are told apart'):
         texts[choice].encode_chat([{"role": "end", "content": "a"}])
     assert 6 in texts["allow"].encode_chat([{"role": "end", "content": "a"}])
 
