@@ -26,6 +26,7 @@ from inferc.frontend.trace import torch_export as trace
 from inferc.frontend.trace.positions import first_position, takes_positions
 from inferc.frontend.trace.rope import fix_rope
 from inferc.ir import weights as weight_lib
+from inferc.ir.layer_kinds import layer_nodes
 from inferc.ir.program import Program, target_name
 
 log = logging.getLogger(__name__)
@@ -145,15 +146,6 @@ def distinct_prefix(program: Program) -> int:
     for layer, nodes in layer_nodes(program).items():
         first.setdefault(fingerprint(nodes), layer)
     return max(first.values()) + 1
-
-
-def layer_nodes(program: Program) -> dict[int, list[fx.Node]]:
-    """Return the call nodes of each layer, in order."""
-    layers: dict[int, list[fx.Node]] = {layer: [] for layer in range(program.info.num_attention_layers)}
-    for node in program.graph.nodes:
-        if node.op == "call_function" and node.meta["layer"] is not None:
-            layers[node.meta["layer"]].append(node)
-    return layers
 
 
 def fingerprint(nodes: list[fx.Node]) -> tuple[str, ...]:

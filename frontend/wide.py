@@ -1,6 +1,6 @@
 """A transformers model that computes in float32 over weights in a narrower dtype, widened one layer at a time.
 
-The reference of a model so takes the memory of one layer, beside weights that stay mapped from their files.
+The reference of a model so takes the memory of one layer, beside the weights as they are stored.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def make_app(
     edge = Edge(app, max_body_bytes, access, ended, checks_host, under_way)
     if not cors_origins:
         return edge
-    # In front of the edge: a browser asks without a key whether it may send a request with one.
+    # CORS stands in front of the edge, because a browser asks without a key whether it may send a request with one.
     return CORSMiddleware(
         edge,
         allow_origins=cors_origins,

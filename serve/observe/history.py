@@ -16,7 +16,7 @@ NOW = "# now "
 
 
 class MetricsHistory:
-    """The samples of the metrics page, as it was every ten seconds, compressed: about 2 KB each."""
+    """The samples of the metrics page, as it was every ten seconds, compressed."""
 
     def __init__(self, page: MetricsPage) -> None:
         self._page = page

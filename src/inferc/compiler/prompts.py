@@ -17,7 +17,7 @@ PROMPT_TEXT = (
         "    def push(self, item):\n        self.items.append(item)\n"
     ),
 )
-# Of what the kernels are judged on: prose, code, numbers, names and a conversation, so that few tokens are sure.
+# The text that the kernels are judged on has prose, code, numbers, names and a conversation: few tokens are sure.
 LONG_TEXT = (
     "The station at the top of the pass has kept its log since 1931. Every morning at six somebody writes down how cold"
     " it is, how much snow has fallen, and which of the two roads is open; on bad days the entry is a single word."
