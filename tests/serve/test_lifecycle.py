@@ -171,7 +171,7 @@ def test_models_are_loaded_and_unloaded_by_name(several: Server) -> None:
 
 @pytest.mark.parametrize("name", ["none", "notes", "../models", "/etc", "one/../two", "", "a" * 1000])
 def test_there_is_no_such_model_to_load(several: Server, name: str) -> None:
-    with Client(several.address) as client, pytest.raises(RequestError, match="there are 'damaged', 'one', 'two'"):
+    with Client(several.address) as client, pytest.raises(RequestError, match='there are "damaged", "one", "two"'):
         client.load_model(name)
 
 
