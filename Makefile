@@ -11,6 +11,7 @@ GPU_PYTHON := 3.12
 LOWEST_VENV := .venv-lowest
 LOWEST_PYTHON := 3.11
 CLIENT_VENVS := .venv-clients
+PREBUILT := --only 'llama bfloat16' --only 'llama-tied bfloat16'
 JOBS ?= 2
 ARGS ?=
 ROWS ?=
@@ -41,9 +42,11 @@ help:  ## list the targets
 
 install: $(READY)  ## .venv with inferc (editable) and all that its tests need
 
+# Beside pip, which mostly loads files, the kernels of an ordinary model are compiled, so that the first compile need not.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	PYTHONPATH=src $(VENV)/bin/python -m inferc.cli.prebuild --jobs 1 $(PREBUILT) & \
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' && { wait $$! || true; }
 	touch $@
 
 # Clients of others, each in an environment of its own: what they pin is not what inferc runs with.
@@ -153,7 +156,7 @@ bench: $(READY)  ## the CPU target beside its peers: an hour and more (make benc
 bench-ladder: $(READY)  ## what each part of serving is worth, from static batches to the prefix cache: minutes (ARGS=--quick)
 	$(PY) benchmarks/ladder.py $(ARGS)
 
-wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
+wheel: $(READY)  ## dist/*.whl, with the common kernels for this kind of processor (minutes), and dist/*.tar.gz
 	rm -rf dist build
 	$(PY) -m build --outdir dist .
 

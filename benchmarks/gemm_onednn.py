@@ -33,8 +33,8 @@ from rich.table import Table
 from inferc.codegen.cpp.blocking import Product as Multiplied
 from inferc.codegen.cpp.blocking import choices
 from inferc.codegen.cpp.build import ISAS, Unit, build
-from inferc.codegen.cpp.emit import HEADERS
 from inferc.codegen.cpp.table import PANELS
+from inferc.codegen.cpp.unit import HEADERS
 from inferc.cost.machine import measure_read
 from inferc.ir.weights import LAYOUTS
 from inferc.passes.lower.plan_memory import padded

@@ -27,7 +27,7 @@ from kernels_cpu import SOURCE
 from measured import save
 
 from inferc.codegen.cpp.build import FLAGS, ISA_FLAGS, ISAS, KERNELS_FOLDER, Unit, build, find_compiler
-from inferc.codegen.cpp.emit import HEADERS
+from inferc.codegen.cpp.unit import HEADERS
 
 PRODUCTS = re.compile(r"inferc::(tile|int8_tile|int4_tile|weigh_columns|multiply_tiles|int4_stream)\b")
 MULTIPLY_ADD = re.compile(r"vfn?madd|vdpbf16ps|vpdpbusd|vpmaddwd|vpmaddubsw|tdp|fmla|bfdot|sdot|usdot")

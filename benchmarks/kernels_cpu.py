@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.codegen.cpp.build import ISAS, Unit, build
-from inferc.codegen.cpp.emit import HEADERS, sample_row_bytes
+from inferc.codegen.cpp.emit import sample_row_bytes
+from inferc.codegen.cpp.unit import HEADERS
 from inferc.manifest import align
 from inferc.runtime.runners.cpu import abi
 from inferc.runtime.runners.cpu.abi import choose_isa

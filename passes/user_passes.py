@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from inferc.codegen.cpp.emit import HEADERS
 from inferc.codegen.cpp.table import KERNELS
+from inferc.codegen.cpp.unit import HEADERS
 from inferc.codegen.kernel import Kernel
 from inferc.config import pass_spec
 from inferc.errors import ConfigError, InfercError, VerifyError

@@ -46,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "client": {"shared", "system", "runtime", "serve"},
     "bench": {"shared", "system", "cost", "runtime", "client"},
     "extend": {"shared", "ir", "frontend", "passes", "codegen"},
-    "cli": {"shared", "system", "cost", "compiler", "runtime", "serve", "client", "bench"},
+    "cli": {"shared", "system", "cost", "codegen", "compiler", "runtime", "serve", "client", "bench"},
     "__init__": {"shared", "compiler", "runtime"},
     "__main__": {"cli"},
 }
@@ -54,6 +54,8 @@ ROOMS: dict[str, set[str]] = {
 ONLY = {
     # What an artifact needs in order to run; the rest of codegen only builds artifacts.
     ("runtime", "codegen"): {"codegen.triton.aot.launch", "codegen.tensorrt.adapter"},
+    # What builds kernels where nothing is installed yet.
+    ("cli", "codegen"): {"codegen.cpp.build", "codegen.cpp.prebuild"},
     # The wire format.
     ("client", "serve"): {"serve.protos.inferc.v1"},
 }

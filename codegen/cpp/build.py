@@ -3,7 +3,7 @@
 Kernels take their shapes as arguments, so each is compiled in a unit apart from the programs that call it, once for all
 programs: the next model compiles only its own step. Objects and libraries are keyed by source, headers, flags and
 compiler. A file in the cache is never changed, only added by an atomic rename, so any number of processes may build at
-once.
+once. Objects of common kernels may have been built with the package (prebuild.py); those serve every g++.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
-from inferc.codegen.cpp.emit import COMMON_HEADER, CppUnit
+from inferc.codegen.cpp.unit import COMMON_HEADER, HEADERS, CppUnit
 from inferc.errors import ConfigError, InfercError
 from inferc.system import env as debug
 
 log = logging.getLogger(__name__)
 
 KERNELS_FOLDER = Path(__file__).parent / "kernels"
+PREBUILT_FOLDER = Path(__file__).parent / "prebuilt"  # objects that were built with the package, if any
 
 # Flags are spelled out instead of -march=native: the library must run on every machine with these features, and
 # virtual machines mask the model number that -march=native depends on.
@@ -212,7 +213,7 @@ def build(
         return dict(zip(isas, threads.map(lambda builder: builder.link(), builders), strict=True))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Builder:
     """The build of one library: units that the cache lacks are compiled in `folder`, which is temporary."""
 
@@ -244,7 +245,7 @@ class _Builder:
         """Return the units that are still to be compiled."""
         if self._find(self.library):
             return []
-        return [unit for unit, name in self.objects.items() if not self._find(name)]
+        return [unit for unit in self.units if not self._object(unit)]
 
     def prepare(self) -> None:
         """Write the headers, and precompile the common one if many units will include it.
@@ -279,7 +280,7 @@ class _Builder:
         if found:
             return found
         target = self.places[-1] / self.library
-        objects = [str(self._find(name)) for name in self.objects.values()]
+        objects = [str(self._object(unit)) for unit in self.units]
         with tempfile.TemporaryDirectory(dir=target.parent) as work:
             self._run(*LINK_FLAGS, *objects, "-o", f"{work}/unit.so")
             os.replace(f"{work}/unit.so", target)
@@ -294,10 +295,21 @@ class _Builder:
             raise InfercError(f"{self.compiler.path} failed for {self.isa}: {lines[0] if lines else result.returncode}")
 
     def _digest(self, flags: Sequence[str], texts: Iterable[str]) -> str:
-        digest = hashlib.sha256()
-        for text in (self.compiler.version, *self.flags, *flags, *debug.cxx_flags(), *texts):
-            digest.update(f"{len(text)}:{text}".encode())
-        return digest.hexdigest()[:32]
+        return _digest((self.compiler.version, *self.flags, *flags, *debug.cxx_flags(), *texts))
+
+    def prebuilt(self, unit: Unit) -> str:
+        """Return the name of a unit's object in the folder of those that were built with the package."""
+        texts = (*self.flags, *unit.flags, unit.source, *self._included(unit.source))
+        return f"{_digest(texts)}-{self.isa}.o"
+
+    def _object(self, unit: Unit) -> Path | None:
+        """Return where a unit's object is, in the cache or built with the package; None if it is still to be made."""
+        if found := self._find(self.objects[unit]):
+            return found
+        if not self.compiler.is_gcc or debug.cxx_flags():
+            return None
+        built = PREBUILT_FOLDER / self.prebuilt(unit)
+        return built if os.path.exists(built) else None
 
     def _included(self, source: str) -> list[str]:
         """Return the names and texts of the headers that a source includes, directly or not."""
@@ -313,3 +325,36 @@ class _Builder:
     def _find(self, name: str) -> Path | None:
         # os.path.exists, since Path.exists raises if a parent folder may not be read.
         return next((place / name for place in self.places if os.path.exists(place / name)), None)
+
+
+def build_objects(units: Sequence[Unit], folder: Path, isas: Sequence[str], jobs: int) -> int:
+    """Compile the units that `folder` lacks, as objects for any g++; return how many were compiled.
+
+    Objects of other units are removed from the folder. Raises ConfigError without g++.
+    """
+    compiler = find_compiler("g++")
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {name: (KERNELS_FOLDER / name).read_text() for name in HEADERS}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor(jobs) as threads:
+        places = [Path(scratch)]
+        builders = [_Builder(compiler, isa, units, texts, COMMON_HEADER, places) for isa in isas]
+        for builder in builders:
+            builder.folder = Path(scratch) / builder.isa
+            builder.folder.mkdir()
+        wanted = {(builder, unit): folder / builder.prebuilt(unit) for builder in builders for unit in builder.units}
+        for each in folder.glob("*.o"):
+            if each not in wanted.values():
+                each.unlink()
+        behind = [key for key, target in wanted.items() if not target.exists()]
+        list(threads.map(_Builder.prepare, {builder for builder, _ in behind}))
+        list(threads.map(lambda key: key[0].compile(key[1]), behind))
+        for builder, unit in behind:
+            os.replace(places[0] / builder.objects[unit], wanted[builder, unit])
+    return len(behind)
+
+
+def _digest(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(f"{len(text)}:{text}".encode())
+    return digest.hexdigest()[:32]

@@ -8,8 +8,7 @@ equal bytes.
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -20,6 +19,7 @@ from inferc.arena import SAMPLE_ROWS, MemoryFormula, Place, Pool
 from inferc.codegen.cpp.blocking import CORES, Choice, Product, choices
 from inferc.codegen.cpp.calls import moe, ranks
 from inferc.codegen.cpp.table import KERNELS
+from inferc.codegen.cpp.unit import COMMON_HEADER, HEADERS, CppUnit, kernel_parts
 from inferc.codegen.cpp.values import POOLS, Call, Slot, cpp_type, row_count
 from inferc.codegen.kernel import Kernel
 from inferc.codegen.select import chosen_kernel, needs_kernel
@@ -57,52 +57,6 @@ ISA_CONDITIONS = {
     "avx2": "",
 }
 KEY_UNITS = {"float32": 1, "bfloat16": 2, "int8": 4}
-
-
-@dataclass(frozen=True)
-class CppUnit:
-    """Generated source, the headers that it includes, and what is added to program.json for it."""
-
-    source: str
-    parts: tuple[str, ...]  # the other units: one for each kernel that is called, and one with the entry points
-    headers: tuple[str, ...]  # file names in codegen/cpp/kernels; all units include COMMON_HEADER first
-    arena: MemoryFormula
-    part: LibraryPart
-    own_headers: Mapping[str, str] = field(default_factory=dict)  # headers of a user's kernels: file name to text
-    leaves_templates: bool = True  # every template that `source` calls is instantiated in `parts`
-
-    @property
-    def whole(self) -> str:
-        """The source and all parts as one unit, which g++ compiles as well."""
-        return "\n".join((self.source, *self.parts))
-
-
-HEADERS = (
-    "inferc_abi.h",
-    "simd.h",
-    "simd_x86.h",
-    "simd_arm.h",
-    "dot.h",
-    "amx.h",
-    "team.h",
-    "gemm.h",
-    "amx_gemm.h",
-    "rows.h",
-    "kv.h",
-    "key_tile.h",
-    "attention.h",
-    "moe.h",
-    "quantize.h",
-    "int4.h",
-    "sample.h",
-    "step.h",
-    "collectives.h",
-    "exchange.h",
-    "kernels.h",
-    "peak.h",
-    "entry.h",
-)
-COMMON_HEADER = "kernels.h"
 
 
 @dataclass
@@ -164,7 +118,9 @@ def emit(
     )
     # A user's kernel that is no template is inline in this unit, and may use templates that no part instantiates.
     leaves_templates = all("<" in kernel for kernel, own in apart if own)
-    return CppUnit(source, _parts(apart, list(own_headers)), HEADERS, formula, part, own_headers, leaves_templates)
+    return CppUnit(
+        source, kernel_parts(apart, list(own_headers)), HEADERS, formula, part, own_headers, leaves_templates
+    )
 
 
 def _vocab_size(program: Program) -> int:
@@ -385,21 +341,6 @@ def _barrier(block: Block, index: int, texts: list[str], later: list[str] | None
             if call.ahead and own is not None:
                 return f"t.barrier({call.ahead.format(*own[starts[at] : starts[at + 1]])});"
     return "t.barrier();"
-
-
-def _parts(kernels: Collection[tuple[str, bool]], own_headers: Sequence[str]) -> tuple[str, ...]:
-    """Return a unit for each kernel that is a template (the others are inline), and one for the entry points.
-
-    kernels: pairs of the kernel's text and whether it is a user's kernel, defined in one of `own_headers`.
-    """
-    parts = []
-    for kernel, own in sorted(kernels):
-        if "<" not in kernel:
-            continue
-        includes = "".join(f'#include "{name}"\n' for name in (COMMON_HEADER, *(own_headers if own else ())))
-        name = "use_" + re.sub(r"\W+", "_", kernel).strip("_")
-        parts.append(f"{includes}\nnamespace inferc {{\n[[gnu::used]] static const auto {name} = &{kernel};\n}}\n")
-    return (*parts, f'#include "{COMMON_HEADER}"\n#include "entry.h"\n')
 
 
 def _blockings(products: Sequence[Product]) -> list[str]:

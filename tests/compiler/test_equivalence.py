@@ -57,7 +57,7 @@ def checked(made: tuple[Checkpoint, Program], edit: Edit | None, allow_drift: bo
 
     planted = (UserPass("planted", "planted", run, "fuse_moe_routing"),) if edit else ()
     config = LowerConfig(Target.parse("cpu"), passes=planted, **how)
-    program = program_lib.from_json(program_lib.to_json(captured))
+    program = program_lib.copy(captured)
     lowered = lower_ranks(program, config, Ranks())
     certificate = Certificate("", [])
     ProgramCheck(checkpoint, captured, lowered, config, Ranks(), LENGTH).run(certificate, allow_drift, silent)

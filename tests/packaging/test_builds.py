@@ -5,21 +5,27 @@ new environment's own packages by a .pth file.
 """
 
 import os
+import platform
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import venv
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from inferc import __version__
+from inferc.codegen.cpp.build import ISAS
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+BUILT = re.compile(r"egg-info|/prebuilt$")
 STAGES = ("frontend", "passes", "codegen", "runtime", "serve")
 
 CHECK = """
@@ -40,9 +46,10 @@ print(inferc.__file__)
 """
 
 
-def run(*command: str | Path, cwd: Path | None = None) -> str:
+def run(*command: str | Path, cwd: Path | None = None, more_env: Mapping[str, str] = MappingProxyType({})) -> str:
     # What the test run itself put on the path must not be what the installed package is found by.
     env = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTHONHOME"}}
+    env.update(more_env)
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, check=False
     )
@@ -61,7 +68,8 @@ def environment(folder: Path) -> Path:
 
 def install(python: Path, *what: str | Path) -> None:
     offline = ("--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check")
-    run(python, "-m", "pip", "install", "--ignore-installed", *offline, *what)
+    no_kernels = {"INFERC_PREBUILD": "none"}
+    run(python, "-m", "pip", "install", "--ignore-installed", *offline, *what, more_env=no_kernels)
 
 
 def check(python: Path, folder: Path) -> str:
@@ -74,11 +82,11 @@ def check(python: Path, folder: Path) -> str:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is packed, so that builds never write into the repository."""
     copy = tmp_path_factory.mktemp("source")
-    names = ["pyproject.toml", "README.md", "LICENSE", "src", *STAGES]
+    names = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "src", *STAGES]
     archive = copy / "tree.tar"
     with tarfile.open(archive, "w") as tar:
         for name in names:
-            tar.add(ROOT / name, name, filter=lambda entry: None if "egg-info" in entry.name else entry)
+            tar.add(ROOT / name, name, filter=lambda entry: None if BUILT.search(entry.name) else entry)
     with tarfile.open(archive) as tar:
         tar.extractall(copy, filter="fully_trusted")
     archive.unlink()
@@ -94,7 +102,8 @@ def archives(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     sdist = next(dist.glob("*.tar.gz"))
     with tarfile.open(sdist) as tar:
         tar.extractall(dist / "unpacked", filter="data")
-    run(sys.executable, "-c", build, "build_wheel", dist, cwd=next((dist / "unpacked").iterdir()))
+    some = {"INFERC_PREBUILD": "llama-tied bfloat16"}  # a kernel and the entry points: all of them take minutes
+    run(sys.executable, "-c", build, "build_wheel", dist, cwd=next((dist / "unpacked").iterdir()), more_env=some)
     return sdist, next(dist.glob("*.whl"))
 
 
@@ -112,6 +121,21 @@ def test_the_wheel_holds_every_file_once(archives: tuple[Path, Path]) -> None:
     tops = {name.split("/")[0] for name in names}
     assert tops == {"inferc", f"inferc-{__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_holds_common_kernels(archives: tuple[Path, Path]) -> None:
+    names = zipfile.ZipFile(archives[1]).namelist()
+    objects = [name for name in names if name.startswith("inferc/codegen/cpp/prebuilt/")]
+    assert len(objects) == 2 * len(ISAS)
+    assert archives[1].name == f"inferc-{__version__}-py3-none-linux_{platform.machine()}.whl"
+    with tarfile.open(archives[0]) as source:
+        assert not [name for name in source.getnames() if "prebuilt/" in name]
+
+
+def test_a_wheel_without_kernels_is_for_every_machine(source: Path, tmp_path: Path) -> None:
+    build = "from setuptools import build_meta as b; import sys; b.build_wheel(sys.argv[1])"
+    run(sys.executable, "-c", build, tmp_path, cwd=source, more_env={"INFERC_PREBUILD": "none"})
+    assert [each.name for each in tmp_path.iterdir()] == [f"inferc-{__version__}-py3-none-any.whl"]
 
 
 def test_the_wheel_installs(archives: tuple[Path, Path], tmp_path: Path) -> None:

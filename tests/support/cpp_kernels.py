@@ -17,7 +17,7 @@ from torch import Tensor
 
 from inferc.codegen.cpp.build import Compiler, Unit, build
 from inferc.codegen.cpp.calls.moe import moe_work_bytes
-from inferc.codegen.cpp.emit import HEADERS
+from inferc.codegen.cpp.unit import HEADERS
 from inferc.ir import weights as weight_lib
 from inferc.ir.ops.experts import ACTIVATIONS
 from inferc.ir.ops.quantize import int4_group

@@ -8,8 +8,9 @@ from inferc.backends.lower import LowerConfig
 from inferc.backends.partition import RankProgram
 from inferc.backends.pipelines import paged_pipeline
 from inferc.codegen.cpp import build as cpp_build
-from inferc.codegen.cpp.emit import CppUnit, emit
+from inferc.codegen.cpp.emit import emit
 from inferc.codegen.cpp.table import KERNELS
+from inferc.codegen.cpp.unit import CppUnit
 from inferc.ir.program import Program
 from inferc.passes.fuse.linear_silu_mul import fuse_linear_silu_mul
 from inferc.passes.lower.plan_memory import memory_plan

@@ -194,7 +194,7 @@ class _Build:
 
     def _certify(self, program: Program, encode: Encode | None) -> tuple[ManifestFacts, Certificate]:
         """Write the artifact; certify that the program is the model, and that the kernels compute it here."""
-        captured = program_lib.from_json(program_lib.to_json(program))
+        captured = program_lib.copy(program)
         length, allow_drift = self.config.max_model_len, self.config.allow_drift
         certificate = Certificate("", [make_long_prompt(encode, program.info.vocab_size, length)])
         lowered: list[RankProgram] = []

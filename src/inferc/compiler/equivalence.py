@@ -102,7 +102,7 @@ class ShortModel:
 
     def lowered(self, config: LowerConfig, ranks: Ranks, observe: Observe | None = None) -> list[RankProgram]:
         """Return what the short model becomes by the passes, for each rank; `observe` sees the passes of all ranks."""
-        twin = program_lib.from_json(program_lib.to_json(self.program))
+        twin = program_lib.copy(self.program)
         kept = {at: each for at, each in ranks.placements.items() if at < self.count}
         return lower_ranks(twin, config, replace(ranks, placements=kept), observe)
 

@@ -80,7 +80,7 @@ def _short(
     artifact: Artifact, target: Target, checkpoint: Checkpoint, program: Program, report: Progress
 ) -> Verification:
     """Ask the two questions of `--certify auto`."""
-    captured = program_lib.from_json(program_lib.to_json(program))
+    captured = program_lib.copy(program)
     config = _lower_config(artifact, target)
     ranks = Ranks(artifact.config.tp, artifact.config.pp, artifact.config.ep)
     lowered = lower_ranks(program, config, ranks)

@@ -30,7 +30,7 @@ def exact(program: Program, windows: Mapping[int, int] = MappingProxyType({})) -
     It is for `run`, whose references also leave the rounding to integers out. windows: replaces attention windows and
     chunks of these sizes by others, so that short sequences reach beyond them.
     """
-    copy = program_lib.from_json(program_lib.to_json(program))
+    copy = program_lib.copy(program)
     for node in copy.graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function":

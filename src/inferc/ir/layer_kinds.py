@@ -149,7 +149,7 @@ def first_layers(program: Program, count: int) -> Program | None:
 
     count: one of `prefix_lengths`. The result is None where something reads a later layer that the shorter model lacks.
     """
-    copy = program_lib.from_json(program_lib.to_json(program))
+    copy = program_lib.copy(program)
     layers = layer_nodes(copy)
     total = len(layers)
     twins = dict(zip(layers[total - 1], layers[count - 1], strict=True)) if count < total else {}

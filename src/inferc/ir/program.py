@@ -19,7 +19,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -295,6 +295,18 @@ class Printer:
         if isinstance(arg, torch.SymInt):
             return self.size(arg)
         return repr(arg)
+
+
+def copy(program: Program) -> Program:
+    """Return a program that passes may edit while `program` stays as it is.
+
+    The two share symbols and types of calls, so that what one has inferred the other knows.
+    """
+    twin = replace(program, graph=fx.Graph(), weights=dict(program.weights))
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        nodes[node] = twin.graph.node_copy(node, nodes.__getitem__)
+    return twin
 
 
 # ------------------------------------------------------------------------------------------------ JSON

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from inferc.codegen.cpp import build as cpp_build
 from inferc.codegen.cpp.build import Unit, build
-from inferc.codegen.cpp.emit import HEADERS
+from inferc.codegen.cpp.unit import HEADERS
 from inferc.config import EngineConfig
 from inferc.ir.ops import quantize as reference
 from inferc.ir.reference import new_kv_caches
