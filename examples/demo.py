@@ -3,6 +3,7 @@
 python examples/demo.py [OUT]
 """
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,12 +12,12 @@ from pathlib import Path
 import stream_client
 
 MODEL = Path(__file__).parent / "models" / "tiny-llama"
-PROMPT = "def main("
+PROMPT = '"""This module'
 INFERC = [sys.executable, "-m", "inferc"]
 
 
 def run(*arguments: str) -> None:
-    print("\n$ inferc", *arguments, flush=True)
+    print("\n$", shlex.join(["inferc", *arguments]), flush=True)
     subprocess.run([*INFERC, *arguments], check=True)
 
 
@@ -38,11 +39,11 @@ def serve_and_stream(out: str) -> None:
 
 def main(out: str = "out/tiny-llama") -> None:
     run("compile", str(MODEL.relative_to(Path.cwd()) if MODEL.is_relative_to(Path.cwd()) else MODEL), "-o", out)
-    run("generate", out, "--prompt", PROMPT, "--max-tokens", "48", "--temperature", "0")
+    run("generate", out, "--prompt", PROMPT, "--max-tokens", "48", "--seed", "0")
     serve_and_stream(out)
     print("\nNext, in this folder:")
     print("  source .venv/bin/activate")
-    print(f"  inferc chat {out}                     talk with it (it has read Python's standard library only)")
+    print(f"  inferc chat {out}                     talk with it: What is the `zipfile` module for?")
     print(f"  inferc inspect {out}                  what an artifact holds; {out}/graph has every pass as text")
     print(f"  inferc eval {out} --text examples/models/eval.txt")
     print(

@@ -234,7 +234,10 @@ def save_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, fold
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=[tokenizer.eos_token_id, SPECIAL_TOKENS.index(END)],
         pad_token_id=tokenizer.pad_token_id,
-        do_sample=False,
+        do_sample=True,  # such small models repeat themselves if the likeliest token is always taken
+        temperature=0.7,
+        top_p=0.9,
+        repetition_penalty=1.1,
     )
     copy.save_pretrained(partial)
     tokenizer.save_pretrained(partial)

@@ -1,7 +1,8 @@
 """Folders of Hugging Face models in place of artifacts: they are compiled once, into a cache by their contents.
 
-The cache lies in `artifacts/` of INFERC_CACHE. An artifact's name there is that of the model's folder and a digest of
-all that it is compiled from: every file of the folder that a compile reads, and the version of inferc. Large files are
+They are compiled for the machine's GPU where there is one, and otherwise for its processor. The cache lies in
+`artifacts/` of INFERC_CACHE. An artifact's name there is that of the model's folder and a digest of all that it is
+compiled from: every file of the folder that a compile reads, the target, and the version of inferc. Large files are
 read once for that; a file whose size, time and inode are as they were has the contents that it had.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import json
 import logging
 import shutil
@@ -26,6 +28,8 @@ from inferc.errors import ConfigError, InfercError
 from inferc.manifest import FORMAT_VERSION, MANIFEST
 from inferc.system.atomic_file import atomic_write
 from inferc.system.env import cache_dir
+from inferc.system.gpu import find_arch
+from inferc.targets import DEFAULT_TARGET, TARGETS
 from inferc.version import __version__
 
 log = logging.getLogger(__name__)
@@ -43,30 +47,54 @@ def is_model_folder(path: str | Path) -> bool:
     return (folder / CONFIG_FILE).is_file() and not (folder / MANIFEST).exists()
 
 
-def artifact_of(path: str | Path) -> Path:
+def artifact_of(path: str | Path, target: str | None = None) -> Path:
     """Return the artifact at `path`, or for a model's folder the one in the cache, which is compiled if need be.
 
-    Compiling takes a process of its own, whose progress goes to standard error, so that torch and the model leave this
-    process's memory alone. Raises what the compile raises.
+    target: what a folder is compiled for; None: `best_target`. Compiling takes a process of its own, whose progress
+    goes to standard error, so that torch and the model leave this process's memory alone. Raises what the compile
+    raises.
     """
     if not is_model_folder(path):
         return Path(path)
     folder = Path(path).expanduser().resolve()
-    cache = _cache()
-    out = cache / f"{folder.name}-{digest_of(folder)[:16]}" / "artifact"
+    cache, target = _cache(), target or best_target()
+    out = cache / f"{folder.name}-{digest_of(folder, target)[:16]}" / "artifact"
     with _locked(out.parent):
         if not (out / MANIFEST).is_file():
-            log.info("%s: compiling it into %s", folder, out)
-            _compile(folder, out)
+            log.info("%s: compiling it for %s into %s", folder, target, out)
+            _compile(folder, out, target)
     _note(out.parent, folder)
     return out
 
 
-def digest_of(folder: Path) -> str:
+def best_target() -> str:
+    """Return the target that a model's folder is compiled for on this machine: its GPU, or else the CPU.
+
+    A GPU that there are no kernels for, or whose kernels cannot be compiled here, is named in a warning.
+    """
+    arch = find_arch()
+    if arch is None:
+        return DEFAULT_TARGET
+    gpu = next(spec for spec in TARGETS if spec.name == "cuda")
+    if arch not in gpu.known_archs:
+        log.warning("no kernels for this machine's GPU (%s): models' folders are compiled for the CPU", arch)
+        return DEFAULT_TARGET
+    if missing := [name for name in gpu.packages if importlib.util.find_spec(name) is None]:
+        log.warning(
+            "a GPU is here, and %s is not installed: models' folders are compiled for the CPU;"
+            " pip install 'inferc[%s]' to use the GPU",
+            missing[0],
+            gpu.extra,
+        )
+        return DEFAULT_TARGET
+    return f"{gpu.name}:{arch}"
+
+
+def digest_of(folder: Path, target: str = DEFAULT_TARGET) -> str:
     """Return the digest of all that an artifact of a model's folder depends on."""
     files = sorted(each for each in folder.iterdir() if each.suffix in READ and each.is_file())
     known = _read_digests()
-    digest = hashlib.sha256(json.dumps([__version__, FORMAT_VERSION]).encode())
+    digest = hashlib.sha256(json.dumps([__version__, FORMAT_VERSION, target]).encode())
     changed = False
     for file in files:
         facts = file.stat()
@@ -120,8 +148,8 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _compile(folder: Path, out: Path) -> None:
-    command = [sys.executable, "-m", "inferc.cli.compile_process", str(folder), str(out)]
+def _compile(folder: Path, out: Path, target: str) -> None:
+    command = [sys.executable, "-m", "inferc.cli.compile_process", str(folder), str(out), target]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 0:
         return

@@ -41,9 +41,8 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         options = keywords.engine_options(options)
         in_text = str(options.pop("special_tokens_in_text", "allow"))
-        artifact = load_artifact(
-            artifact_of(model), target=options.get("target"), trusted_keys=options.get("trusted_keys")
-        )
+        target = options.get("target")
+        artifact = load_artifact(artifact_of(model, target), target=target, trusted_keys=options.get("trusted_keys"))
         files = artifact.tokenizer
         self._text = Text(files, in_text) if files.has_tokenizer else None
         self._defaults = dict(model_defaults(artifact))

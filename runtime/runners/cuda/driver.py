@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from inferc.codegen.triton.aot.launch import grid_for
 from inferc.errors import InfercError, UnsupportedError
 from inferc.manifest_types import LaunchRecord
+from inferc.system.gpu import COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR, LIBRARY
 
-LIBRARY = "libcuda.so.1"
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 UNASKED_SHARED_BYTES = 48 << 10  # a block may use this much shared memory without opting in
-COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR, MULTIPROCESSORS = 75, 76, 16
+MULTIPROCESSORS = 16
 MAX_SHARED_BYTES_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 CAPTURE_THREAD_LOCAL = 1  # calls of other threads do not invalidate this thread's capture
 STREAM_NON_BLOCKING = 1

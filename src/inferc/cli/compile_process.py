@@ -1,4 +1,4 @@
-"""A compile in a process of its own: `python -m inferc.cli.compile_process MODEL OUT`.
+"""A compile in a process of its own: `python -m inferc.cli.compile_process MODEL OUT TARGET`.
 
 Progress goes to standard error. An error goes to standard output as JSON, for the process that started this one: its
 class of inferc.errors and its message.
@@ -10,11 +10,12 @@ import json
 import sys
 
 from inferc.cli.progress import progress
+from inferc.config import CompileConfig
 from inferc.errors import ConfigError, InfercError
 
 
-def main(model: str, out: str) -> int:
-    """Compile `model` into `out` with default options; return the exit code."""
+def main(model: str, out: str, target: str) -> int:
+    """Compile `model` for `target` into `out` with the other options' defaults; return the exit code."""
     try:
         with progress("load torch") as report:
             try:
@@ -24,7 +25,7 @@ def main(model: str, out: str) -> int:
                     f"{model} is a model, which must be compiled first, and {error.name} is not installed:"
                     f" pip install 'inferc[compile]', or give an artifact that was compiled elsewhere"
                 ) from None
-            compile(model, out, progress=report)
+            compile(model, out, CompileConfig(target=target), progress=report)
     except InfercError as error:
         print(json.dumps({"error": type(error).__name__, "message": str(error)}))
         return error.exit_code

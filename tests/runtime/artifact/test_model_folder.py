@@ -75,6 +75,38 @@ def test_the_digest_is_of_the_contents(model: Path, cache: Path, tmp_path: Path)
     assert digest_of(copied) == digest_of(model)
 
 
+def test_a_machine_with_a_gpu_compiles_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_folder, "find_arch", lambda: "sm_90")
+    assert model_folder.best_target() == "cuda:sm_90"
+    monkeypatch.setattr(model_folder.importlib.util, "find_spec", lambda _: None)
+    assert model_folder.best_target() == "cpu"
+    assert (
+        "triton is not installed: models' folders are compiled for the CPU; pip install 'inferc[cuda]'" in caplog.text
+    )
+    monkeypatch.setattr(model_folder, "find_arch", lambda: "sm_75")
+    assert model_folder.best_target() == "cpu" and "no kernels for this machine's GPU (sm_75)" in caplog.text
+    monkeypatch.setattr(model_folder, "find_arch", lambda: None)
+    assert model_folder.best_target() == "cpu"
+
+
+def test_a_target_has_an_artifact_of_its_own(artifact: Path, model: Path, cache: Path, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def compile(_: Path, out: Path, target: str) -> None:
+        asked.append(target)
+        shutil.copytree(artifact, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INFERC_CACHE", str(tmp_path))
+        patch.setattr(model_folder, "_compile", compile)
+        patch.setattr(model_folder, "find_arch", lambda: "sm_90")
+        found = [artifact_of(model), artifact_of(model, "cpu"), artifact_of(model), artifact_of(model, "cpu")]
+    assert asked == ["cuda:sm_90", "cpu"]
+    assert found[0] == found[2] != found[1] == found[3]
+
+
 def test_files_are_read_once(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = digest_of(model)
     monkeypatch.setattr(model_folder, "_digest", lambda _: pytest.fail("read again"))
