@@ -30,6 +30,7 @@ from inferc.compiler.certificate import Certificate
 from inferc.compiler.certify import Certifier, threads_for
 from inferc.compiler.equivalence import ProgramCheck
 from inferc.compiler.kernel_check import check_kernels
+from inferc.compiler.price import price
 from inferc.compiler.prompts import encoder, make_long_prompt, make_prompts
 from inferc.compiler.run_kernels import run_kernels
 from inferc.config import CompileConfig, ResolvedCompileConfig
@@ -202,7 +203,8 @@ class _Build:
         def check(ranks: list[RankProgram]) -> None:
             lowered.extend(ranks)
             check = ProgramCheck(self.checkpoint, captured, ranks, self.lower_config, self.ranks, length)
-            certificate.scope = check.run(certificate, allow_drift, self.report)
+            stage = f"certify, {price('auto', captured)}"
+            certificate.scope = check.run(certificate, allow_drift, self.report, stage)
 
         manifest = self.lower_and_write(program, None, check)
         if self.target.spec.kernels_certified == "compile":
@@ -223,6 +225,7 @@ class _Build:
     def _certify_whole(self, program: Program, encode: Encode | None) -> tuple[ManifestFacts, Certificate]:
         """Certify the whole model after every pass, while it is lowered."""
         self._check_lowers(program)
+        self.report(f"certify, {price('full', program)}", 0, 1)
         certifier = self._certifier(self.checkpoint, program, "the model itself", encode)
         manifest = self.lower_and_write(program, certifier)
         self._certify_kernels(certifier, self.folder.path)
@@ -339,7 +342,6 @@ class _Build:
         return observe
 
     def _certifier(self, checkpoint: Checkpoint, program: Program, scope: str, encode: Encode | None) -> Certifier:
-        self.report("run the reference", 0, 1)
         config = self.config
         prompts = make_prompts(encode, program.info.vocab_size, config.max_model_len)
         return Certifier(
@@ -355,7 +357,7 @@ class _Build:
     def _certify_copy(self, copied: Checkpoint) -> Certifier:
         """Certify a small random copy, which is compiled in the same way as the real artifact and then thrown away."""
         layers = copied.config.num_hidden_layers
-        log.info("certificate: on a random copy of the first %d layers", layers)
+        self.report(f"certify, a small random copy of the first {layers} layers", 0, 1)
         with tempfile.TemporaryDirectory() as scratch, OutputFolder(Path(scratch) / "copy") as folder:
             quiet = self.interrupts.checked(silent)
             build = _Build(

@@ -224,9 +224,18 @@ class ProgramCheck:
         self.config, self.ranks, self.max_model_len = config, ranks, max_model_len
         self.total = captured.info.num_attention_layers
 
-    def run(self, certificate: Certificate, allow_drift: bool, report: Progress) -> str:
-        """Run all trials; return a sentence on what was compared. Raises VerifyError for a program that is off."""
-        report("compare the program with the model", 0, 1)
+    def run(
+        self,
+        certificate: Certificate,
+        allow_drift: bool,
+        report: Progress,
+        stage: str = "compare the program with the model",
+    ) -> str:
+        """Run all trials; return a sentence on what was compared. Raises VerifyError for a program that is off.
+
+        stage: the name of the first stage that is reported.
+        """
+        report(stage, 0, 1)
         run = self._shortest()
         if run.short.count < self.total and self._differs_by_length(run):
             short = self._short(self.total)
@@ -235,8 +244,7 @@ class ProgramCheck:
         check_positions(short.model, self.checkpoint.name)
         left_out = []
         for index, trial in enumerate(TRIALS):
-            stage = f"compare {short.count} of {self.total} layers with the model: {trial.what}"
-            report(stage, index, len(TRIALS))
+            report(f"compare {short.count} of {self.total} layers with the model: {trial.what}", index, len(TRIALS))
             if trial.scale is not None:
                 if not fits(short.model):
                     left_out.append(trial.what)

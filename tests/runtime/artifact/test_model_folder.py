@@ -80,7 +80,7 @@ def test_a_machine_with_a_gpu_compiles_for_it(
 ) -> None:
     monkeypatch.setattr(model_folder, "find_arch", lambda: "sm_90")
     assert model_folder.best_target() == "cuda:sm_90"
-    monkeypatch.setattr(model_folder.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert model_folder.best_target() == "cpu"
     assert (
         "triton is not installed: models' folders are compiled for the CPU; pip install 'inferc[cuda]'" in caplog.text
