@@ -77,20 +77,23 @@ def test_a_file_that_was_cut_short_is_traced_again(
 
 
 def test_the_cache_is_bounded_and_may_be_off(
-    tiny_llama_folder: Path, tmp_path: Path, traced: list[object], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, traced: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture_cache, "MOST_ON_DISK", 2)
-    for index, length in enumerate((32, 64, 96)):
-        capture(tiny_llama_folder, "float32", length, check=False)
+    cache = capture_module.KEPT
+    for index in range(3):
+        cache.put(f"{index}", True, program_lib.new_program(f"model {index}"))
         for file in files(tmp_path):
             os.utime(file, ns=(index, index))
     assert len(files(tmp_path)) == 2
+    forget(monkeypatch)
+    cache = capture_module.KEPT
+    found = cache.get("2", True)
+    assert found is not None and found.name == "model 2" and cache.get("3", True) is None
     monkeypatch.setenv("INFERC_CAPTURES", "0")
     forget(monkeypatch)
-    capture(tiny_llama_folder, "float32", 96, check=False)
-    assert len(traced) == 4
+    assert cache.get("2", True) is None
     monkeypatch.setenv("INFERC_CAPTURES", "1")
     monkeypatch.setenv("INFERC_CACHE", str(files(tmp_path)[0]))  # which is no folder
-    forget(monkeypatch)
-    capture(tiny_llama_folder, "float32", 96, check=False)
-    assert len(traced) == 5
+    cache.put("4", True, program_lib.new_program("model 4"))
+    assert cache.get("4", True) is not None, "it is in memory"

@@ -22,7 +22,7 @@ from inferc.targets import Target
 @contextmanager
 def library_preferred(folder: Path, arch: str, from_rows: int, model: Path, dtype: str) -> Iterator[None]:
     """Prefer a library from so many rows on, for models compiled for this chip meanwhile; folder: for the data."""
-    program = capture(load(model), dtype, 128, check=False)
+    program = capture(load(model), dtype, check=False)  # as a compile captures it, which then finds it
     lower(program, LowerConfig(Target.parse(f"cuda:{arch}")))
     sources = emit(program, memory_plan(program).values).sources.items()
     library = {"name": CUBLASLT, "from_rows": from_rows, "us": {}}
