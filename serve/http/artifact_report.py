@@ -15,10 +15,12 @@ from inferc.cost.formulas import CostLog, PassCost, Step
 from inferc.errors import ArtifactError, InfercError, RequestError
 from inferc.manifest import CERTIFICATE, COSTS
 from inferc.runtime.artifact.load import Artifact
+from inferc.serve.http.certificate_report import certificate_report
 from inferc.serve.models.long_texts import Turns
 from inferc.serve.models.served_model import ServedModel
 from inferc.system.json_text import parse_json
 from inferc.system.resources import available_cores
+from inferc.targets import find_spec
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +67,10 @@ def of_artifact(artifact: Artifact) -> dict[str, Any]:
     manifest, files = artifact.manifest_json(), artifact.manifest.files
     model, graphs = manifest["model"], list(_graphs(artifact))
     unreadable: list[str] = []
-    certificate = _read_with(artifact, CERTIFICATE, lambda data: _certificate(parse_json(data)), unreadable)
+    rounds = any(find_spec(target).kernels_round_rows for target in manifest["targets"])
+    certificate = _read_with(
+        artifact, CERTIFICATE, lambda data: certificate_report(parse_json(data), rounds), unreadable
+    )
     passes = _read_with(artifact, COSTS, lambda data: _passes(CostLog.load(data), graphs), unreadable)
     if passes is None:
         rows = [{**row, "decode": None, "prefill": None} for row in manifest["passes"]]
@@ -103,14 +108,6 @@ def _read_with(
         log.error("%s of %s cannot be read: %s: %s", name, artifact.path, type(error).__name__, error)
         unreadable.append(name)
         return None
-
-
-def _certificate(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the certificate's part of the report; raise KeyError if a field that the page shows is missing."""
-    rows = [{**row, **{name: row[name] for name in ("name", "ran_by", "ok")}} for row in data["rows"]]
-    shown = {name: data[name] for name in ("ok", "scope", "num_positions", "budgets")}
-    others = {name: value for name, value in data.items() if name != "prompts"}
-    return {**others, **shown, "rows": rows, "num_prompts": len(data["prompts"])}
 
 
 def _passes(costs: CostLog, graphs: list[str]) -> dict[str, Any]:

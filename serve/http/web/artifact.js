@@ -1,7 +1,8 @@
 // The report about an artifact: what it is, what each pass did, how far it moved the logits, and where memory goes.
 
 import { getJson, getText } from "./api.js";
-import { bar, bytes, el, number, scaled } from "./dom.js";
+import { certificate } from "./certificate.js";
+import { bar, bytes, card, el, headings, number, scaled, table } from "./dom.js";
 import { diff, excerpt } from "./text_diff.js";
 
 export class ArtifactReport {
@@ -27,7 +28,7 @@ export class ArtifactReport {
     }
     if (model !== this.model) return;
     this.report = report;
-    this.node.replaceChildren(this.#head(), this.#passes(), this.#certificate(), this.#memory(), this.#kernels(), this.#config());
+    this.node.replaceChildren(this.#head(), this.#passes(), certificate(this.report), this.#memory(), this.#kernels(), this.#config());
   }
 
   // ----------------------------------------------------------------------------------------------- head
@@ -73,8 +74,7 @@ export class ArtifactReport {
       fill();
     } }, `Also the ${idle} that found nothing to do`);
     const head = headings(["Pass", "Rewrites", "Nodes", "", "Kernels", "Decode: bytes", "FLOPs", "Prefill: bytes", "FLOPs"], "lrrrrrrrr");
-    const table = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Passes" }, el("table", { class: "wide" }, el("caption", { class: "hidden" }, "The program after each pass"), head, body));
-    return card("Passes", `${changed.length - 1} of ${passes.length - 1} passes changed the program. ${about} Choose one to see what it changed.`, table, idle ? toggle : "");
+    return card("Passes", `${changed.length - 1} of ${passes.length - 1} passes changed the program. ${about} Choose one to see what it changed.`, table("Passes", "wide", head, body), idle ? toggle : "");
   }
 
   #passRow(row, most) {
@@ -125,34 +125,6 @@ export class ArtifactReport {
     }
   }
 
-  // ---------------------------------------------------------------------------------------- certificate
-
-  #certificate() {
-    const found = this.report.certificate;
-    if (this.report.unreadable.includes("certificate.json")) return card("Certificate", "It cannot be read: its file is damaged or gone.");
-    if (!found) return card("Certificate", "It has none: it was compiled with --certify none.");
-    const rows = found.rows;
-    const worst = (name) => Math.max(...rows.map((row) => row[name] || 0));
-    const body = el("tbody", {}, ...rows.map((row) => el(
-      "tr",
-      row.ok ? {} : { class: "failed" },
-      el("th", { scope: "row" }, row.name.replaceAll("_", " ")),
-      el("td", {}, row.ran_by),
-      num(small(row.relative_error)),
-      el("td", {}, logMeter(row.relative_error, worst("relative_error"))),
-      num(small(row.kl)),
-      el("td", {}, logMeter(row.kl, worst("kl"))),
-      num(row.top1_agreement === null ? "" : `${(100 * row.top1_agreement).toFixed(1)} %`),
-      el("td", {}, row.ok ? "kept" : row.reason || "over its budget"),
-    )));
-    const head = headings(["Program", "Run by", "Relative error", "", "KL, nats", "", "Same top token", "Budget"], "llrlrlrl");
-    const verdict = el("p", {}, el("span", { class: `badge ${found.ok ? "good" : "bad"}` }, found.ok ? "within all budgets" : "over a budget"), ` Measured on ${found.scope}, at ${number(found.num_positions)} positions of ${number(found.num_prompts)} prompts.`);
-    const { float32_relative_error: error, kl_factor: factor, ...schemes } = found.budgets;
-    const lossy = Object.entries(schemes).map(([name, { max_kl: kl, min_top1: top }]) => ` ${name}: KL up to ${small(kl)}, the same top token at ${(100 * top).toFixed(0)} %.`);
-    const budgets = `Each row is a program's distance from the Hugging Face model in float32. In float32 a rewrite may move it by ${small(error)}; in 16 bits by no more than ${factor} times what Hugging Face's own run does, its row here; a quantizing pass has its scheme's budget.${lossy.join("")}`;
-    return card("Certificate", budgets, verdict, el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Certificate" }, el("table", { class: "wide" }, el("caption", { class: "hidden" }, "How far each program is from the reference"), head, body)));
-  }
-
   // --------------------------------------------------------------------------------------------- memory
 
   #memory() {
@@ -181,7 +153,7 @@ export class ArtifactReport {
   #kernels() {
     const rows = this.report.kernels;
     const body = el("tbody", {}, ...rows.map((row) => el("tr", {}, el("th", { scope: "row", class: "mono" }, row.name), el("td", { class: "mono" }, row.op || ""), num(row.nodes === undefined ? "" : number(row.nodes)), el("td", {}, row.target))));
-    return card("Kernels", "What runs, and for how many nodes.", el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Kernels" }, el("table", {}, el("caption", { class: "hidden" }, "Kernels"), headings(["Kernel", "Op", "Nodes", "Target"], "llrl"), body)));
+    return card("Kernels", "What runs, and for how many nodes.", table("Kernels", "", headings(["Kernel", "Op", "Nodes", "Target"], "llrl"), body));
   }
 
   #config() {
@@ -192,27 +164,11 @@ export class ArtifactReport {
 
 // --------------------------------------------------------------------------------------------------- pieces
 
-function card(title, text, ...children) {
-  return el("section", { class: "card" }, el("h2", {}, title), text ? el("p", { class: "about" }, text) : "", ...children);
-}
-
 function facts(rows) {
   return el("dl", { class: "facts-list wide-facts" }, ...rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 }
 
-/** alignment: r for numbers, l for the rest. */
-function headings(names, alignment) {
-  return el("thead", {}, el("tr", {}, ...names.map((name, index) => (name ? el("th", { scope: "col", class: alignment[index] === "r" ? "num" : "" }, name) : el("td", {})))));
-}
-
 const num = (text) => el("td", { class: "num" }, text);
-const small = (value) => (value === null || value === undefined ? "" : value === 0 ? "0" : value < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3))));
-
-/** A bar by the logarithm of a value, of six decades up to the largest one. */
-function logMeter(value, most) {
-  const share = value > 0 && most > 0 ? 1 + Math.log10(value / most) / 6 : 0;
-  return bar(share);
-}
 
 function program(lines, label) {
   const kinds = { "+": "added", "-": "removed", "…": "skipped" };

@@ -46,11 +46,27 @@ export function scaled(value, unit = "") {
 }
 
 export const bytes = (value) => scaled(value, "B");
+
 /** Create a bar that is filled to a share; screen readers skip it, since the number is written beside it. */
 export function bar(share) {
   const fill = el("span", { class: "fill" });
   fill.style.width = `${100 * Math.max(0, Math.min(1, share))}%`;
   return el("span", { class: "track", "aria-hidden": "true" }, fill);
+}
+
+/** Create a section with a title and a sentence about it. */
+export function card(title, text, ...children) {
+  return el("section", { class: "card" }, el("h2", {}, title), text ? el("p", { class: "about" }, text) : "", ...children);
+}
+
+/** Create a table that scrolls sideways where it is wider than the window. */
+export function table(name, kind, head, body) {
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": name }, el("table", { class: kind }, el("caption", { class: "hidden" }, name), head, body));
+}
+
+/** Create a row of headings; alignment: a letter for each of them, r for numbers, l for the rest. */
+export function headings(names, alignment) {
+  return el("thead", {}, el("tr", {}, ...names.map((name, index) => (name ? el("th", { scope: "col", class: alignment[index] === "r" ? "num" : "" }, name) : el("td", {})))));
 }
 
 export const percent = (share) => (Number.isNaN(share) || share === null ? "–" : `${Math.round(100 * share)} %`);

@@ -523,6 +523,7 @@ def test_the_artifact_tells_its_story(shipped: Server, open_page: Callable[..., 
     expect(certificate.locator(".badge")).to_have_text("within all budgets")
     expect(certificate).to_contain_text("int8: KL up to")
     assert certificate.locator("tbody tr").count() == len(story["certificate"]["rows"]) > 5
+    assert certificate.locator(".budget").count() == sum(row["use"] is not None for row in story["certificate"]["rows"])
     memory = page.locator(".card", has=page.get_by_role("heading", name="Memory"))
     expect(memory.locator(".stack span")).to_have_count(3)
     widths = [each.bounding_box() for each in memory.locator(".stack span").all()]
@@ -530,6 +531,49 @@ def test_the_artifact_tells_its_story(shipped: Server, open_page: Callable[..., 
     assert widths[1] and widths[1]["width"] > 3 and sizes[1] == max(sizes)
     kernels = page.locator(".card", has=page.get_by_role("heading", name="Kernels"))
     assert kernels.locator("tbody tr").count() == len(story["kernels"])
+
+
+def test_a_row_of_the_certificate_is_drawn_as_its_distance_to_the_budget(
+    server: Server, open_page: Callable[..., Watched]
+) -> None:
+    def row(name: str, found: float | None, ok: bool = True, **more: object) -> dict[str, Any]:
+        use = {"measure": "relative_error", "found": found, "limit": 1e-5, "by": "float32"}
+        return {"name": name, "ran_by": "reference", "dtype": "float32", "ok": ok, "reason": "", "use": use, **more}
+
+    own = {"measure": "kl", "found": 1.2e-4, "limit": 1.1e-4, "by": "hugging_face"}
+    rows = [
+        row("program", 1.2e-7),
+        row("program_random", 1e-5),
+        row("captured_far", 1e-4, ok=False),
+        row("program_small", None, ok=False, reason="its logits are not all finite numbers"),
+        row("hugging_face", None, dtype="bfloat16", use=None),
+        row("kernels", None, dtype="bfloat16", use=own),
+    ]
+    budgets = {"float32_relative_error": 1e-5, "kl_factor": 1.1}
+    certificate = {"kind": "auto", "ok": False, "scope": "a model", "budgets": budgets, "rows": rows}
+    report = {**request(server.url, "/artifact").json, "certificate": certificate, "unreadable": []}
+    page = open_page(server.url).page
+    page.route("**/artifact?*", lambda route: route.fulfill(json=report))
+    page.click("[data-tab=artifact]")
+    found = page.locator(".card", has=page.get_by_role("heading", name="Certificate"))
+    expect(found.locator(".badge")).to_have_text("over a budget")
+    expect(found.locator(".about").first).to_contain_text("Logits in float32 may be off by 1e-5 of their size.")
+    texts = [each.text_content() or "" for each in found.locator("tbody tr").all()]
+    assert "1.2e-7 of 1e-5" in texts[0] and "kept" in texts[0]
+    assert "1e-4 of 1e-5" in texts[2] and "over its budget" in texts[2]
+    assert "no number of 1e-5" in texts[3] and "finite" in texts[3]
+    assert "It has none" in texts[4]
+    assert "1.2e-4 of 1.1e-4" in texts[5] and "by chance" in texts[5]
+
+    def width(locator: Any) -> float:
+        return float(locator.bounding_box()["width"])
+
+    bars = found.locator(".budget")
+    marks = [each.bounding_box() for each in bars.locator(".mark").all()]
+    assert len(marks) == 5 and len({box["x"] for box in marks if box}) == 1, "the budget is at one place"
+    shares = [width(each.locator(".fill")) / width(each) for each in bars.all()]
+    assert shares[0] < 0.75 == pytest.approx(shares[1]) and 0.75 < shares[4] < shares[2] < shares[3] == 1
+    assert [each.locator(".over").count() for each in bars.all()] == [0, 0, 1, 1, 0]
 
 
 def test_the_story_is_of_the_engine_that_runs(shipped: Server) -> None:
