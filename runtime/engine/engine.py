@@ -80,6 +80,7 @@ class EngineStats:
 
     num_waiting: int = 0
     num_running: int = 0
+    waiting_ids: list[str] = field(default_factory=list)  # the requests with a sequence or a text that waits
     kv_usage: float = 0.0  # of the fullest KV group
     num_blocks: list[int] = field(default_factory=list)  # of each KV group, including block 0
     block_size: int = 0
@@ -504,6 +505,8 @@ class Engine:
         """Return the present counters and gauges."""
         scheduler = self.scheduler
         self._stats.num_waiting, self._stats.num_running = len(scheduler.waiting), scheduler.num_running
+        waiting = (seq.request_id for seq in scheduler.waiting)
+        self._stats.waiting_ids = list(dict.fromkeys((*waiting, *self._scorer.waiting_ids)))
         self._stats.kv_usage, self._stats.num_preemptions = scheduler.cache.usage, scheduler.num_preemptions
         self._stats.num_freed_outside_window, self._stats.num_evicted = (
             scheduler.cache.num_freed_outside_window,
@@ -514,6 +517,7 @@ class Engine:
             self._stats.num_swapped, self._stats.num_spilled = manager.num_swapped, manager.num_spilled
             self._stats.num_loaded, self._stats.offload_usage = scheduler.cache.num_loaded, manager.usage
             self._stats.num_waiting += manager.num_fetching
+            self._stats.waiting_ids += manager.fetching_ids
         forecast = scheduler.forecast
         self._stats.length_error, self._stats.cost_error = forecast.lengths.error, forecast.cost.error
         self._stats.length_error_of_mean = forecast.lengths.error_of_mean

@@ -115,6 +115,11 @@ class Scorer:
     def has_work(self) -> bool:
         return bool(self._jobs)
 
+    @property
+    def waiting_ids(self) -> list[str]:
+        """The requests of the texts that have no slot yet."""
+        return [job.request_id for job in self._jobs if job.slot is None]
+
     def add(self, request_id: str, token_ids: list[int], num_top: int = 0, root: bytes = b"", salt: str = "") -> None:
         """Queue a text to score; `root` is the hash before its first block, with this salt."""
         self._jobs.append(_Job(request_id, token_ids, num_top, root=root, salt=salt))

@@ -139,6 +139,11 @@ class OffloadManager:
         return len(self._fetching)
 
     @property
+    def fetching_ids(self) -> list[str]:
+        """The requests of the sequences that wait for a check."""
+        return [seq.request_id for seq in self._fetching]
+
+    @property
     def usage(self) -> float:
         """The share of the fullest group's offload tier that holds blocks."""
         return max(1.0 - len(pool.free) / max(1, pool.size) for pool in self._stored)

@@ -61,7 +61,7 @@ class Answering:
                 if number % at_once == at_once - 1:
                     await asyncio.sleep(0)  # give other tasks a turn: there may be a thousand prompts
                 name = self._request_id if len(ids) == 1 or not self._request_id else f"{self._request_id}-{number}"
-                self._streams.append(self.model.open(each, self.params, name, self._news))
+                self._streams.append(self.model.open(each, self.params, name, self._news, self.request.kind))
 
     def close(self) -> None:
         for stream in self._streams:

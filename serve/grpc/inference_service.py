@@ -20,7 +20,7 @@ from inferc.serve.models.embedding import Vectors, check_embeds, embed
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.models import ModelEntry, Models
 from inferc.serve.models.served_model import ServedModel
-from inferc.serve.models.streams import Delta
+from inferc.serve.models.streams import Delta, Kind
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 from inferc.serve.security.access import CALLER
 from inferc.version import __version__
@@ -88,7 +88,8 @@ class InferenceService:
         usage = pb.Usage(prompt_tokens=len(prompt))
         running, num_likely = params.n, 0
         # The stream is also closed when the client left or its deadline passed, which frees its KV blocks at once.
-        with closing(model.open(prompt, params, protocol.request_id(request))) as stream:
+        kind: Kind = "chat" if request.WhichOneof("prompt") == "chat" else "completion"
+        with closing(model.open(prompt, params, protocol.request_id(request), kind=kind)) as stream:
             async for delta in stream:
                 if is_whole:
                     num_likely += len(delta.logprobs) * (1 + (params.logprobs or 0))
@@ -118,8 +119,7 @@ class InferenceService:
         return await joined(_embeddings(vectors), vectors.values.size)
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
-        caller = CALLER.get()
-        owner = None if caller.key is None or caller.key.admin else caller.name
+        owner = CALLER.get().sees
         found = [model.engine.abort(request.request_id, owner) for model in self.models.served]
         return pb.AbortResponse(aborted=any(found))
 

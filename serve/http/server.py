@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from inferc.errors import InfercError
 from inferc.serve.http.acceptor import Acceptor
+from inferc.serve.http.answers import Json
 from inferc.serve.http.bodies import describe
 from inferc.serve.http.connections import Connection, Connections
 from inferc.serve.http.edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_our_fault
@@ -27,7 +28,8 @@ from inferc.serve.http.web_page import page_routes
 from inferc.serve.models.models import Models
 from inferc.serve.observe.history import MetricsHistory
 from inferc.serve.observe.metrics_page import MetricsPage
-from inferc.serve.security.access import Access
+from inferc.serve.observe.open_requests import open_requests
+from inferc.serve.security.access import CALLER, Access
 from inferc.serve.under_way import UnderWay
 from inferc.version import __version__
 
@@ -61,6 +63,7 @@ def make_app(
     )
     app.include_router(openai_routes(models))
     app.include_router(page_routes(models))
+    app.include_router(_requests_routes(models))
     describe(app)
     app.add_route("/metrics", _metrics_route(metrics), include_in_schema=False)
     if history is not None:
@@ -99,6 +102,17 @@ def _history_route(history: MetricsHistory) -> Callable[[Request], Awaitable[Res
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return pages
+
+
+def _requests_routes(models: Models) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/requests", tags=["server"])
+    async def requests() -> Json:
+        """List the requests that are open now, of all keys for a key with admin, else those of the caller's own."""
+        return Json(await open_requests(models, CALLER.get().sees))
+
+    return routes
 
 
 class HttpServer(uvicorn.Server):

@@ -34,7 +34,7 @@ from inferc.serve.errors import (
 )
 from inferc.serve.models.metrics import Ended, ModelMetrics
 from inferc.serve.models.queue_forecast import QueueForecast
-from inferc.serve.models.streams import EngineLike, EngineTask, ModelFacts, ScoringTask, Stream
+from inferc.serve.models.streams import EngineLike, EngineTask, Kind, ModelFacts, ScoringTask, Stream
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +144,15 @@ class AsyncEngine:
         return len(self._tasks) == len(self._parked)
 
     @property
+    def tasks(self) -> list[EngineTask]:
+        """The open requests, in the order in which they were opened."""
+        return list(self._tasks.values())
+
+    def is_parked(self, task: EngineTask) -> bool:
+        """Return whether a request waits for an engine."""
+        return task.request_id in self._parked
+
+    @property
     def oldest_at(self) -> float:
         """The time at which the oldest running request was opened; the present time if none runs."""
         tasks = (task for name, task in self._tasks.items() if name not in self._parked)
@@ -165,15 +174,16 @@ class AsyncEngine:
         owner: str = "",
         on_over: Callable[[int], None] = lambda output_tokens: None,
         max_seconds: float | None = None,
+        kind: Kind = "completion",
     ) -> Stream:
         """Start a request and return its stream, which the caller must close when done with it.
 
-        news, owner, on_over: as in Stream. max_seconds: the request fails with RequestTimeout after that long.
+        news, owner, on_over, kind: as in Stream. max_seconds: the request fails with RequestTimeout after that long.
         Raises RequestIdInUse, QueueFull or EngineUnavailable. Anything else that is wrong with the request (a prompt
         that is too long, for example) is raised by the stream.
         """
         self.check_open(params.n, num_listed=params.num_listed)
-        stream = Stream(self, prompt_token_ids, params, self._name(request_id), news, owner, on_over)
+        stream = Stream(self, prompt_token_ids, params, self._name(request_id), news, owner, on_over, kind)
         self._begin(stream)
         if max_seconds is not None:
             stream.timer = self._loop.call_later(max_seconds, self._time_out, stream, max_seconds)
@@ -196,7 +206,7 @@ class AsyncEngine:
         def found(event: Event) -> Score | None:
             return event.score if isinstance(event, Scored) else None
 
-        return await self._run(ScoringTask(self, send, found, self._name(request_id), owner))
+        return await self._run(ScoringTask(self, send, found, self._name(request_id), owner, "score", len(token_ids)))
 
     async def embed(self, token_ids: Sequence[int], request_id: str = "", owner: str = "") -> list[float]:
         """Return the embedding vector of a text.
@@ -210,7 +220,9 @@ class AsyncEngine:
         def found(event: Event) -> list[float] | None:
             return event.vector if isinstance(event, Embedded) else None
 
-        return await self._run(ScoringTask(self, send, found, self._name(request_id), owner))
+        return await self._run(
+            ScoringTask(self, send, found, self._name(request_id), owner, "embedding", len(token_ids))
+        )
 
     async def _run(self, task: ScoringTask[Result]) -> Result:
         self.check_open()

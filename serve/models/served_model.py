@@ -34,7 +34,7 @@ from inferc.serve.models.metrics import Ended, ModelMetrics, Objectives
 from inferc.serve.models.queue_forecast import WITHIN
 from inferc.serve.models.rendering import Rendering
 from inferc.serve.models.residency import Residency
-from inferc.serve.models.streams import ModelFacts, RequestTracer, Stream
+from inferc.serve.models.streams import Kind, ModelFacts, RequestTracer, Stream
 from inferc.serve.models.supervisor import HANG_SECONDS, Supervisor
 from inferc.serve.models.tasks import deadline, gather_some
 from inferc.serve.security.access import CALLER
@@ -239,6 +239,7 @@ class ServedModel:
         params: SamplingParams,
         request_id: str = "",
         news: asyncio.Event | None = None,
+        kind: Kind = "completion",
     ) -> Stream:
         """Start a request in the caller's name, within its limits; raise as AsyncEngine.open and Caller.begin do."""
         caller = CALLER.get()
@@ -253,6 +254,7 @@ class ServedModel:
                 caller.name,
                 caller.end,
                 max_seconds=caller.limits.max_request_seconds,
+                kind=kind,
             )
             if self._tracing is not None:
                 self._tracing.begin(stream, self.name)

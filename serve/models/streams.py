@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine.loop import Event, Sink
@@ -24,6 +24,7 @@ from inferc.serve.models.queue_forecast import ARRIVED_AT, QueueForecast
 LIKELY_AT_ONCE = 1 << 12
 # Tokens and likely tokens of an answer that its reader may leave unread; each takes about 120 bytes.
 MAX_UNREAD = 1 << 20
+Kind = Literal["chat", "completion", "score", "embedding"]  # what a request asks for
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class Stream:
         news: asyncio.Event | None = None,
         owner: str = "",
         on_over: Callable[[int], None] = lambda output_tokens: None,
+        kind: Kind = "completion",
     ) -> None:
         """Create a stream that has not been started.
 
@@ -144,6 +146,7 @@ class Stream:
         self.request_id = request_id
         self.owner = owner
         self.on_over = on_over
+        self.kind, self.priority = kind, params.priority
         self.timer: asyncio.TimerHandle | None = None  # ends the request at its time limit
         self.traced: object = None  # the tracer's own state for this request
         self.steps: list[StepNote] | None = None  # recorded if the request is traced
@@ -345,7 +348,7 @@ class ScoringTask(Generic[Result]):
     """
 
     num_sequences = 1
-    num_listed = 0
+    num_listed = num_output = priority = 0
     can_start = True
 
     def __init__(
@@ -355,12 +358,13 @@ class ScoringTask(Generic[Result]):
         found: Callable[[Event], Result | None],
         request_id: str,
         owner: str,
+        kind: Kind,
+        prompt_len: int,
     ) -> None:
-        self.request_id = request_id
-        self.owner = owner
+        self.request_id, self.owner, self.kind, self.prompt_len = request_id, owner, kind, prompt_len
         self.engine_id = ""
         self.num_starts = 0
-        self.opened_at = time.monotonic()
+        self.opened_at = self.arrived_at = time.monotonic()
         self._engine, self._send, self._found = engine, send, found
         self._result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 

@@ -201,6 +201,11 @@ class Caller:
     def name(self) -> str:
         return "" if self.key is None else self.key.name
 
+    @property
+    def sees(self) -> str | None:
+        """The name of the key whose requests the caller may see and abort; None: those of all."""
+        return None if self.key is None or self.key.admin else self.key.name
+
     def check_admin(self) -> None:
         if self.key is not None and not self.key.admin:
             raise Forbidden(f"key {self.name!r} may not do this; it takes a key with admin")

@@ -4,6 +4,7 @@ import { getText } from "./api.js";
 import { Chart } from "./charts.js";
 import { $, duration, el, number, percent, scaled } from "./dom.js";
 import { Change, by, parse, sum } from "./prometheus.js";
+import { RequestTable } from "./requests.js";
 
 const EVERY_MS = 1000;
 const KEPT_SECONDS = 3600;
@@ -36,6 +37,7 @@ export class Dashboard {
     this.past = []; // the server's own pages of the last hour, from before this page was opened
     this.onState = onState;
     this.isPaused = false;
+    this.requests = new RequestTable($("open"));
     this.charts = CHARTS.map((each) => new Chart(each));
     $("charts").replaceChildren(...this.charts.map((chart) => chart.node));
     $("span").addEventListener("change", () => this.#draw());
@@ -88,6 +90,7 @@ export class Dashboard {
     this.pages.push(page);
     const change = new Change(before || page, page, this.model);
     this.onState(change.state, "");
+    if (!this.isPaused && !$("dashboard").hidden) this.requests.look();
     if (!before) return;
     const values = CHARTS.map((chart) => chart.values(change));
     this.history = this.history.filter((row) => page.at - row.at <= KEPT_SECONDS);
@@ -112,6 +115,7 @@ export class Dashboard {
 
   show() {
     this.#draw();
+    this.requests.look();
   }
 
   #tiles(change) {

@@ -64,7 +64,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> InferenceService:
         check_length=lambda num_tokens, room: None,
         embeds=True,
         score=score,
-        open=lambda *_: Stream(),
+        open=lambda *_, **__: Stream(),
     )
     models: Any = SimpleNamespace(get=lambda name: model)
     return InferenceService(models)

@@ -433,6 +433,37 @@ def test_the_dashboard_shows_what_goes_on(server: Server, open_page: Callable[..
     expect(page.locator("#pause")).to_have_text("Go on")
 
 
+def test_the_dashboard_lists_the_requests_that_are_open(server: Server, open_page: Callable[..., Watched]) -> None:
+    page = open_page(server.url, "dashboard").page
+    found = page.locator("#open")
+    expect(found).to_have_text("None.")
+    server.engine.suspend()  # or the request may be over before anybody can see it
+    try:
+        page.evaluate(
+            """() => { fetch("/v1/completions", { method: "POST", headers: { "content-type": "application/json" },
+                body: JSON.stringify({ prompt: [5, 6, 7], max_tokens: 2, priority: 4 }) }); }"""
+        )
+        cells = found.locator("tbody tr > *")
+        expect(cells.nth(0)).to_have_text(re.compile("^cmpl-"))
+        expect(found.locator("tbody tr")).to_have_count(1)
+        texts = [each.text_content() or "" for each in cells.all()]
+        assert texts[1] == "completion" and texts[3] == "waiting or prefill" and texts[5:] == ["3", "0", "4"]
+        assert re.fullmatch(r"[\d.]+ m?s", texts[4])
+    finally:
+        server.engine.resume()
+    expect(found).to_have_text("None.")
+
+    row = {"kind": "chat", "model": "m", "state": "decode", "prompt_tokens": 3, "output_tokens": 1200, "key": "alice"}
+    rows = [{**row, "id": f"r{number}", "age_seconds": 90 - number, "priority": 0} for number in range(50)]
+    page.route("**/requests", lambda route: route.fulfill(json={"num_open": 1073, "requests": rows}))
+    expect(found).to_contain_text("and 1,023 more")
+    expect(found.locator("tbody tr")).to_have_count(50)
+    expect(found.locator("thead th")).to_have_text(
+        ["Request", "Kind", "Model", "State", "Age", "Prompt", "Tokens so far", "Key"]
+    )
+    expect(found.locator("tbody tr").first).to_have_text("r0chatmdecode90 s31,200alice")
+
+
 def test_it_uses_metrics_that_there_are() -> None:
     source = (WEB / "dashboard.js").read_text() + (WEB / "prometheus.js").read_text()
     names = set(re.findall(r"\binferc_\w+", source))

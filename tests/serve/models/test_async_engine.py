@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from letters import Letters
 from virtual_time import run
 
 from inferc.errors import GenerationError, ObjectiveError, RequestError
@@ -14,7 +15,6 @@ from inferc.runtime.engine.scoring import Score
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output
-from inferc.runtime.text.tokenizer import Text
 from inferc.serve.errors import (
     EngineUnavailable,
     NoRoomToWake,
@@ -27,17 +27,6 @@ from inferc.serve.models import async_engine, streams
 from inferc.serve.models.async_engine import MAX_STARTS, TAKEN_AT_ONCE, AsyncEngine
 from inferc.serve.models.queue_forecast import ARRIVED_AT
 from inferc.serve.models.streams import Delta, ModelFacts, Stream
-
-
-class Letters(Text):
-    """Token n is the n-th letter; no tokenizer needed."""
-
-    def __init__(self) -> None:
-        self.special_ids = frozenset()
-        self._kind, self.strips_first_space = "byte_level", False
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id])
 
 
 class Script:
