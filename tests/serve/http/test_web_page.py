@@ -433,6 +433,27 @@ def test_the_dashboard_shows_what_goes_on(server: Server, open_page: Callable[..
     expect(page.locator("#pause")).to_have_text("Go on")
 
 
+def test_the_dashboard_begins_with_what_the_server_has_kept(server: Server, open_page: Callable[..., Watched]) -> None:
+    page = open_page(server.url).page
+    expect(page.locator("#mode-chat")).to_be_enabled()  # the model is known, whose name the metrics have
+    (model,) = MetricsPage.parse(request(server.url, "/metrics").body.decode()).models
+    now, tokens = 1_000_000, 'inferc_output_tokens_total{model_name="%s"} %d'
+    pages = [f"# at {now - ago}\n{tokens % (model, count)}" for ago, count in ((1800, 0), (1790, 500), (1780, 600))]
+    kept = "\n".join([f"# now {now}", *pages, ""])
+    page.route("**/metrics/history", lambda route: route.fulfill(body=kept, content_type="text/plain"))
+    page.reload()
+    page.click("[data-tab=dashboard]")
+    page.select_option("#span", "3600")
+    expect(page.locator("#dashboard-note")).to_have_text(re.compile(r"All that the server has kept: 1[78]\d\d s"))
+    chart = page.locator("figure", has=page.get_by_role("heading", name="Throughput"))
+    page.click("#pause")
+    chart.locator("svg.chart").focus()
+    expect(chart.locator("path.stroke.line0").first).to_have_attribute("d", re.compile("^M"))
+    for _ in range(60):  # to the first of them
+        page.keyboard.press("ArrowLeft")
+    expect(chart.locator(".reading")).to_contain_text(re.compile(r"^1[78]\d\d s ago: output 50,"))
+
+
 def test_the_dashboard_lists_the_requests_that_are_open(server: Server, open_page: Callable[..., Watched]) -> None:
     page = open_page(server.url, "dashboard").page
     found = page.locator("#open")

@@ -3,6 +3,7 @@
 import http.client
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from inferc.client import Client, ServerError
 from inferc.errors import RequestError
 from inferc.serve.models.metrics import OUTCOMES, Ended, ModelMetrics, Objectives, Outcome
 from inferc.serve.observe.metrics_page import METRICS, SERVER_METRICS, documentation
+from inferc.system.resources import total_memory_bytes
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")  # of vLLM
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -206,6 +208,14 @@ def test_every_metric_is_there_under_its_names(own: Server) -> None:
         assert f"vllm:{name}" in names, name
     reasons = {name for name in page(own.url) if name.startswith("vllm:request_success_total")}
     assert reasons == {f"vllm:request_success_total{{finished_reason={each}}}" for each in FINISHED_REASONS}
+
+
+def test_the_machine_is_measured_with_the_server(own: Server) -> None:
+    before, after = page(own.url), page(own.url)
+    assert after["inferc_host_cpus"] == os.cpu_count()
+    assert 0 < after["inferc_host_memory_available_bytes"] <= after["inferc_host_memory_bytes"]
+    assert after["inferc_host_memory_bytes"] == total_memory_bytes()
+    assert 0 < before["inferc_host_cpu_busy_seconds_total"] <= after["inferc_host_cpu_busy_seconds_total"]
 
 
 def test_ends_of_requests_have_the_names_that_vllm_gives_them() -> None:
