@@ -20,7 +20,7 @@ const CHARTS = [
   { title: "Time between tokens (TBT)", help: "of 10 s", names: ["p50", "p90", "p99"], format: duration, values: quantiles(TBT) },
   { title: "Throughput", help: "tokens a second", names: ["output", "prompts"], format: scaled, values: (change) => [change.rate("inferc_output_tokens_total"), change.rate("inferc_prompt_tokens_total")] },
   { title: "Queue", help: "sequences", names: ["running", "waiting"], format: number, values: (change) => [change.now("inferc_sequences_running"), change.now("inferc_sequences_waiting")] },
-  { title: "Requests", help: "a second", names: ["over", "refused"], format: number, values: (change) => [change.rate("inferc_requests_total"), change.rate("inferc_requests_refused_total")] },
+  { title: "Requests", help: "a second", names: ["over", "refused"], format: number, values: (change) => [change.over, change.rate("inferc_requests_refused_total")] },
   { title: "KV cache", help: "blocks in use", names: ["in use"], format: percent, top: 1, limit: { value: LIMITS.kv, text: "90 %" }, values: (change) => [change.now("inferc_kv_usage_ratio")] },
   { title: "Device and batch", help: "time with a step, places taken", names: ["device busy", "batch filled"], format: percent, top: 1, values: (change) => [change.busy, change.batchFill] },
   { title: "Machine", help: "processors busy, memory taken", names: ["processors", "memory"], format: percent, top: 1, limit: { value: LIMITS.memory, text: "90 %" }, values: (change) => [change.cpu, change.memory] },
@@ -124,7 +124,7 @@ export class Dashboard {
     const good = change.share("inferc_requests_good_total", "inferc_requests_judged_total");
     const rows = [
       ["State", change.state, change.state !== "serving" && change.state !== "asleep" ? "not serving" : ""],
-      ["Requests", `${number(change.rate("inferc_requests_total"))} /s`],
+      ["Requests", `${number(change.over)} /s`],
       ["Tokens out", `${scaled(change.rate("inferc_output_tokens_total"))} /s`],
       ["TTFT, p90", duration(ttft), ttft > LIMITS.ttft ? "high" : ""],
       ["TBT, p90", duration(change.quantile(TBT, 0.9))],

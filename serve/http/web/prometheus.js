@@ -104,6 +104,12 @@ export class Change {
     return (states.find(([, value]) => value === 1) || ["unknown"])[0];
   }
 
+  /** Requests that were over, a second, without those that were refused. */
+  get over() {
+    const name = "inferc_requests_total";
+    return this.rate(name) - this.rate(name, { outcome: "refused" });
+  }
+
   get busy() {
     return Math.min(1, this.rate("inferc_device_busy_seconds_total"));
   }

@@ -27,12 +27,12 @@ export class RequestTable {
   #show({ num_open: count, requests: rows }) {
     const columns = [
       ["Request", "l", (row) => row.id],
-      ["Kind", "l", (row) => row.kind],
-      ["Model", "l", (row) => row.model],
       ["State", "l", (row) => STATES[row.state] || "waiting or prefill"],
       ["Age", "r", (row) => duration(row.age_seconds)],
       ["Prompt", "r", (row) => number(row.prompt_tokens)],
-      ["Tokens so far", "r", (row) => number(row.output_tokens)],
+      ["Output", "r", (row) => number(row.output_tokens)],
+      ["Kind", "l", (row) => row.kind],
+      ["Model", "l", (row) => row.model],
     ];
     if (rows.some((row) => row.priority)) columns.push(["Priority", "r", (row) => number(row.priority)]);
     if (rows.some((row) => row.key)) columns.push(["Key", "l", (row) => row.key]);
@@ -40,7 +40,7 @@ export class RequestTable {
       this.node.replaceChildren(el("p", { class: "faint" }, "None."));
       return;
     }
-    const cell = (row) => ([, side, text], index) => (index ? el("td", { class: side === "r" ? "num" : "nowrap" }, text(row)) : el("th", { scope: "row", class: "mono nowrap" }, text(row)));
+    const cell = (row) => ([, side, text], index) => (index ? el("td", { class: side === "r" ? "num" : "nowrap" }, text(row)) : el("th", { scope: "row", class: "mono nowrap", title: row.id }, text(row)));
     const body = el("tbody", {}, ...rows.map((row) => el("tr", {}, ...columns.map(cell(row)))));
     const head = headings(columns.map(([name]) => name), columns.map(([, side]) => side).join(""));
     const more = count > rows.length ? el("p", { class: "faint" }, `and ${number(count - rows.length)} more`) : "";
