@@ -448,3 +448,18 @@ def test_stats_count_what_happened() -> None:
     assert stats.finished == {"abort": 1, "length": 1}
     assert stats.num_running == stats.num_waiting == 0
     assert stats.kv_usage == 0.0
+
+
+def test_stats_name_the_requests_that_wait() -> None:
+    engine = make_engine(max_num_seqs=1)
+    for name in ("a", "b"):
+        engine.add_request(name, [1, 2, 3], SamplingParams(n=2, max_tokens=4, temperature=0))
+    engine.score("s", [5, 4, 3])
+    assert engine.stats().waiting_ids == ["a", "b", "s"]
+    engine.step()
+    assert "b" in engine.stats().waiting_ids
+    engine.abort("a")
+    engine.abort("b")
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().waiting_ids == []
