@@ -47,7 +47,9 @@ def warnings_of(body: Mapping[str, Any], *known: Iterable[str]) -> tuple[str, ..
     lines = []
     for name in unknown[:MAX_WARNINGS]:
         near = difflib.get_close_matches(name[:BY_NAME], names, 1, 0.75)
-        lines.append(f"{name:.{BY_NAME}} is not known and was ignored" + (f"; did you mean {near[0]}?" if near else ""))
+        # Half of a surrogate pair, which JSON may name with an escape, has no place in an answer.
+        shown = name[:BY_NAME].encode(errors="backslashreplace").decode()
+        lines.append(f"{shown} is not known and was ignored" + (f"; did you mean {near[0]}?" if near else ""))
     if len(unknown) > MAX_WARNINGS:
         lines.append(f"{len(unknown) - MAX_WARNINGS} more fields are not known and were ignored")
     return tuple(lines)
