@@ -7,17 +7,26 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from inferc.errors import InfercError, RequestError, shown
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.artifact.model_folder import artifact_of
 from inferc.runtime.engine import keywords
+from inferc.runtime.engine.absent import OF_LLM, absent
 from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.engine.load import load_engine, model_defaults
 from inferc.runtime.engine.loop import Embedded, EngineThread, Event, Failed, Scored
+from inferc.runtime.engine.progress_bar import ProgressBar
 from inferc.runtime.engine.prompts import ParsedPrompt, Prompt, parse_prompt, parse_prompts
-from inferc.runtime.engine.request_output import OpenRequest, RequestOutput, prompt_ids, required
+from inferc.runtime.engine.request_output import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    OpenRequest,
+    RequestOutput,
+    prompt_ids,
+    required,
+)
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.record.tapped import TappedSequence
 from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, from_chat, from_request
@@ -52,6 +61,11 @@ class LLM:
     def text(self) -> Text:
         """The tokenizer; raises RequestError if the artifact has none."""
         return required(self._text)
+
+    if not TYPE_CHECKING:  # a type checker knows the names that there are
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent(self, name, OF_LLM)
 
     def get_tokenizer(self) -> HfTokenizer:
         """Return the tokenizer with the methods of transformers'; raise RequestError if the artifact has none."""
@@ -158,6 +172,11 @@ class LLM:
 
         num_top: how many of the most likely tokens to return for each position.
         """
+        if type(num_top) is not int:
+            raise RequestError(
+                f"LLM.score: num_top is {shown(num_top)}; expected an integer. It scores one text's tokens; two texts"
+                " are compared by their vectors, LLM.embed"
+            )
         if not 0 <= num_top <= MAX_LOGPROBS:
             raise RequestError(f"prompt_logprobs is {num_top}; expected 0 to {MAX_LOGPROBS}")
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -167,17 +186,37 @@ class LLM:
             return event.score
         raise _error(event)
 
-    def embed(self, prompt: str | Sequence[int]) -> list[float]:
-        """Return the vector of a text, pooled as the model's makers say.
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = False, **others: Any
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each prompt, pooled as the model's makers say, as `outputs.embedding` of its answer.
 
-        Raises RequestError for a model that makes none.
+        prompts, use_tqdm, others: as in `generate`. Raises RequestError for a model that makes none.
         """
+        keywords.refuse("LLM.embed", others, ("prompts", "use_tqdm"))
+        has_bar = keywords.is_bar(use_tqdm)
+        texts = [prompt_ids(self._text, prompt) for prompt in parse_prompts(prompts)]
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._client.embed(prompt_ids(self._text, parse_prompt(prompt)), events.put)
-        event = events.get()
-        if isinstance(event, Embedded):
-            return event.vector
-        raise _error(event)
+        ids: list[str] = []
+        vectors: dict[str, list[float]] = {}
+        try:
+            for text in texts:
+                ids.append(self._client.embed(text, events.put))
+            with ProgressBar(len(texts), has_bar) as bar:
+                while len(vectors) < len(ids):
+                    event = events.get()
+                    if not isinstance(event, Embedded):
+                        raise _error(event)
+                    vectors[event.request_id] = event.vector
+                    bar.advance()
+        finally:
+            for each in ids:
+                if each not in vectors:
+                    self._client.abort(each)
+        return [
+            EmbeddingRequestOutput(each, EmbeddingOutput(vectors[each]), text)
+            for each, text in zip(ids, texts, strict=True)
+        ]
 
     def tapped(self) -> list[TappedSequence]:
         """Return the kept values of requests with `SamplingParams(tap=True)` that have ended since the last call.
@@ -231,7 +270,7 @@ class LLM:
                 request.answer.prompt_logprobs = [None] * len(ids)
             else:
                 request.score_id = self._client.score(ids, sink, max(1, params.prompt_logprobs), params.cache_salt)
-        request.id = self._client.add(ids, params, sink)
+        request.id = request.answer.request_id = self._client.add(ids, params, sink)
 
     def _abort(self, request: OpenRequest) -> None:
         for each in filter(None, (request.id, request.score_id)):
@@ -239,6 +278,7 @@ class LLM:
 
     def _run(self, requests: list[OpenRequest], progress: bool) -> list[RequestOutput]:
         """Run all requests to their end; after an error the others are aborted."""
+        has_bar = keywords.is_bar(progress)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         by_id: dict[str, OpenRequest] = {}
         try:
@@ -246,7 +286,7 @@ class LLM:
                 self._add(request, events.put)
                 by_id.update(dict.fromkeys(filter(None, (request.id, request.score_id)), request))
             num_open = len(requests)
-            with _Progress(len(requests), progress) as bar:
+            with ProgressBar(len(requests), has_bar) as bar:
                 while num_open:
                     event = events.get()
                     request = by_id[event.request_id or ""]
@@ -276,7 +316,7 @@ class LLM:
         output.num_forgotten_tokens = max(output.num_forgotten_tokens, event.num_forgotten)
         output.token_ids += event.token_ids
         if event.logprobs is not None:
-            output.logprobs = (output.logprobs or []) + event.logprobs
+            request.add_logprobs(output, event.logprobs)
         output.finish_reason = event.finish_reason
         stream = request.streams[event.index] if request.streams else None
         if stream is None:
@@ -333,33 +373,6 @@ class Stream:
             raise RequestError("this stream was read already; call LLM.stream again")
         self._llm._add(self._request, sink)
         return self._request
-
-
-@final
-class _Progress:
-    """A progress bar over requests, if it is wanted."""
-
-    def __init__(self, total: int, is_wanted: bool) -> None:
-        self._bar = None
-        if is_wanted:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("generate", total=total)
-
-    def advance(self) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task)
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def _error(event: Event) -> InfercError:

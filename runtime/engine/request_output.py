@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from inferc.errors import RequestError
+from inferc.runtime.engine.absent import OF_COMPLETION_OUTPUT, OF_REQUEST_OUTPUT, absent
 from inferc.runtime.engine.prompts import ParsedPrompt
 from inferc.runtime.engine.scoring import Score
+from inferc.runtime.engine.token_logprobs import TokenLogprobs
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.text.tokenizer import Text, TextStream
@@ -29,6 +33,26 @@ class CompletionOutput:
     logprobs: list[Logprobs] | None = None
     num_forgotten_tokens: int = 0
     new_text: str = ""
+    stop_token_ids: tuple[int, ...] = field(default=(), repr=False, compare=False)  # those of the request
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log probability of all tokens together; None unless SamplingParams asked for logprobs."""
+        return None if self.logprobs is None else sum(row.logprob for row in self.logprobs)
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token of the request that ended the sequence; None for the model's own end token."""
+        return self.stop if isinstance(self.stop, str) or self.stop in self.stop_token_ids else None
+
+    def finished(self) -> bool:
+        """Return whether the sequence has ended."""
+        return self.finish_reason is not None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent(self, name, OF_COMPLETION_OUTPUT)
 
 
 @dataclass
@@ -38,6 +62,7 @@ class RequestOutput:
     prompt: None if the prompt was given as token ids.
     num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
     prompt_logprobs: those of each token of the prompt, None for the first, if SamplingParams asked for them.
+    request_id: the name by which the engine knows the request.
     """
 
     prompt: str | None
@@ -45,10 +70,42 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     prompt_logprobs: list[Logprobs | None] | None = None
+    request_id: str = field(default="", compare=False)
 
     @property
     def is_finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
+
+    @property
+    def finished(self) -> bool:
+        """True if all outputs have ended, by the name that vLLM has for it."""
+        return self.is_finished
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent(self, name, OF_REQUEST_OUTPUT)
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The vector of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The answer to one prompt whose vector was asked for; `outputs` holds it."""
+
+    request_id: str = field(compare=False)
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
 
 
 @dataclass
@@ -58,6 +115,7 @@ class OpenRequest:
     params: SamplingParams
     answer: RequestOutput
     streams: list[TextStream]
+    text: Text | None = None
     id: str = ""
     score_id: str = ""
     is_counted: bool = False
@@ -69,10 +127,11 @@ class OpenRequest:
             raise RequestError("stop strings need a tokenizer, which this artifact does not have; use stop_token_ids")
         if prompt.cache_salt is not None:
             params = replace(params, cache_salt=prompt.cache_salt)
+        params = copy.copy(params)  # they may be changed while the request runs
         ids = prompt_ids(text, prompt)
-        outputs = [CompletionOutput(index) for index in range(params.n)]
+        outputs = [CompletionOutput(index, stop_token_ids=params.stop_token_ids) for index in range(params.n)]
         answer = RequestOutput(prompt.text, ids, outputs)
-        return OpenRequest(params, answer, [] if text is None else [TextStream(text, params) for _ in outputs])
+        return OpenRequest(params, answer, [] if text is None else [TextStream(text, params) for _ in outputs], text)
 
     @property
     def is_done(self) -> bool:
@@ -82,8 +141,11 @@ class OpenRequest:
 
     def add_score(self, score: Score) -> None:
         count = self.params.prompt_logprobs
-        rows = score.rows if count else [replace(row, top=()) for row in score.rows]
-        self.answer.prompt_logprobs = [None, *rows]
+        self.answer.prompt_logprobs = [None, *(TokenLogprobs.of(row, self.text, count) for row in score.rows)]
+
+    def add_logprobs(self, output: CompletionOutput, rows: list[Logprobs]) -> None:
+        output.logprobs = output.logprobs or []
+        output.logprobs.extend(TokenLogprobs.of(row, self.text) for row in rows)
 
     def clear_new_text(self) -> None:
         for output in self.answer.outputs:

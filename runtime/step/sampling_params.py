@@ -7,10 +7,11 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from inferc.errors import RequestError, is_among, nearest, shown
+from inferc.runtime.step.not_built import INSTEAD, NOT_BUILT
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +52,8 @@ class SamplingParams:
     engine evenly. `ttft_ms` and `tbt_ms` are the wanted times to the first token, and between two tokens on average, in
     milliseconds; the policy `slo` keeps them if it can, and otherwise refuses the request.
 
-    Raises RequestError for a value out of its range, and for an unknown name. Those of vLLM's parameters that are not
-    built (NOT_BUILT) may be given with the value that asks for nothing.
+    Raises RequestError for a value out of its range, and for an unknown name, also where one is set later. Those of
+    vLLM's parameters that are not built (NOT_BUILT) may be given with the value that asks for nothing.
     """
 
     n: int = 1
@@ -178,29 +179,22 @@ def _refusing(init: Callable[..., None]) -> Callable[..., None]:
             if name not in NOT_BUILT:
                 raise RequestError(f"SamplingParams has no parameter {shown(name)}; {nearest(name, known)}")
             if not is_among(value, NOT_BUILT[name]):
-                raise RequestError(f"{name} is {shown(value)}, which is not built yet; leave it out")
+                hint = INSTEAD.get(name, "leave it out")
+                raise RequestError(f"{name} is {shown(value)}, which is not built yet; {hint}")
         init(self, *values, **named)
 
     return __init__
 
 
-# vLLM's parameters that are not built: the values that ask for nothing.
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
-    "early_stopping": (None, False),
-    "logits_processors": (None, []),
-    "bad_words": (None, []),
-    "guided_decoding": (None,),
-    "structured_outputs": (None,),
-    "truncate_prompt_tokens": (None,),
-    "detokenize": (None, True),
-    "spaces_between_special_tokens": (None, True),
-    "output_kind": (None,),
-    "extra_args": (None,),
-}
+def _set(self: SamplingParams, name: str, value: Any) -> None:
+    """Set a parameter after the check that a constructor makes; raise RequestError as that does."""
+    checked = replace(self, **{name: value})
+    if name not in NOT_BUILT:
+        object.__setattr__(self, name, getattr(checked, name))
+
+
 SamplingParams.__init__ = _refusing(SamplingParams.__init__)  # type: ignore[method-assign]
+SamplingParams.__setattr__ = _set  # type: ignore[method-assign, assignment]
 
 
 def from_request(values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> SamplingParams:

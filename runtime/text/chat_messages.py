@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ REASONING = (
     "thinking",
     "reasoning",
 )
+MISTYPED = 0.9  # how much a key is like "content" that cannot have been meant otherwise
 
 
 def formed(messages: Sequence[Mapping[str, Any]], form: ChatForm) -> list[Message]:
@@ -34,6 +36,10 @@ def _formed(where: str, message: Mapping[str, Any], form: ChatForm) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where}: expected an object with a role and a content, found {shown(message)}")
     role, calls, content = message["role"], message.get("tool_calls"), message.get("content")
+    if "content" not in message:
+        for name in message:
+            if difflib.get_close_matches(str(name).lower(), ("content",), 1, MISTYPED):
+                raise RequestError(f"{where}: {shown(name)} is not known; did you mean content?")
     if role == "developer" and not form.developer:
         role = "system"  # "developer" is the newer name of this role
     if role == "tool" and not form.tool_results:

@@ -23,17 +23,20 @@ if TYPE_CHECKING:
     )
     from inferc.runtime.artifact.load import load_artifact as load
     from inferc.runtime.engine.llm import LLM
+    from inferc.runtime.engine.request_output import CompletionOutput, RequestOutput
     from inferc.runtime.step.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
     "ArtifactError",
     "CompileConfig",
+    "CompletionOutput",
     "ConfigError",
     "EngineConfig",
     "ExportError",
     "InfercError",
     "RequestError",
+    "RequestOutput",
     "SamplingParams",
     "UnsupportedError",
     "VerifyError",
@@ -48,12 +51,17 @@ HOMES = {
     "EngineConfig": "config",
     "load": "runtime.artifact.load:load_artifact",
     "LLM": "runtime.engine.llm",
+    "CompletionOutput": "runtime.engine.request_output",
+    "RequestOutput": "runtime.engine.request_output",
     "SamplingParams": "runtime.step.sampling_params",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
+        # `from inferc import …` hides the words of an AttributeError.
+        if name[:1].isupper() and name in (others := import_module("inferc.runtime.engine.absent").OF_PACKAGE):
+            raise ImportError(f"inferc has no {name}: {others[name]}", name="inferc")
         raise AttributeError(f"module 'inferc' has no attribute {name!r}")
     module, _, attribute = HOMES.get(name, "errors").partition(":")
     return getattr(import_module(f"inferc.{module}"), attribute or name)

@@ -1,7 +1,6 @@
 """Vectors of texts: those that the Hugging Face model gives, alone, batched and in chunks."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model("llama", tmp_path_factory.mktemp("models") / "m", num_hidden_layers=2)
 
 
+def vector_of(llm: LLM, ids: list[int]) -> list[float]:
+    (answer,) = llm.embed(ids)
+    return answer.outputs.embedding
+
+
 def reference(model: Path, ids: list[int], kind: str, normalize: bool) -> Any:
     base = transformers.AutoModel.from_pretrained(model, dtype=torch.float32)
     with torch.inference_mode():
@@ -65,11 +69,13 @@ def test_vectors_are_those_of_the_model(
     wanted = [reference(model, ids, kind, bool(modules)) for ids in TEXTS]
     for options in ({}, {"max_num_batched_tokens": 16, "max_num_seqs": 4}):
         with LLM(tmp_path / "out", **options) as llm:
-            alone = [llm.embed(ids) for ids in TEXTS]
-            with ThreadPoolExecutor(len(TEXTS)) as pool:
-                together = list(pool.map(llm.embed, TEXTS))
+            alone = [vector_of(llm, ids) for ids in TEXTS]
+            answers = llm.embed(TEXTS)
+            together = [each.outputs.embedding for each in answers]
             answer = llm.generate([5, 6, 7])[0]
         assert len(answer.outputs[0].token_ids) > 0, "it generates as well"
+        assert [each.prompt_token_ids for each in answers] == TEXTS and all(each.finished for each in answers)
+        assert answers[0].outputs.hidden_size == len(wanted[0])
         for found, want in zip(alone, wanted, strict=True):
             np.testing.assert_allclose(found, want, atol=2e-5)
         if target == "cpu":
@@ -84,7 +90,7 @@ def test_bfloat16(model: Path, tmp_path: Path) -> None:
     with LLM(tmp_path / "out") as llm:
         for ids in TEXTS:
             want = reference(model, ids, "mean", True)
-            assert float(np.dot(llm.embed(ids), want)) > 0.999
+            assert float(np.dot(vector_of(llm, ids), want)) > 0.999
 
 
 def test_a_model_without_a_pooling_makes_none(tiny_artifact: Path) -> None:
@@ -135,5 +141,5 @@ def test_quantized_rows_that_are_no_floats_make_none(model: Path, tmp_path: Path
                 llm.embed([5, 6, 7])
         else:
             want = reference(model, TEXTS[5], "mean", False)
-            found = np.array(llm.embed(TEXTS[5]))
+            found = np.array(vector_of(llm, TEXTS[5]))
             assert np.dot(found, want) / np.linalg.norm(found) / np.linalg.norm(want) > 0.99

@@ -85,11 +85,13 @@ def test_what_is_no_prompt_is_told(llm: LLM, prompts: Any, told: str) -> None:
         ("chat", {"max_tokens": 3}, r"give sampling_params=SamplingParams\(max_tokens=…\)"),
         ("chat", {"enable_thinking": False}, "a variable of the chat template goes into chat_template_kwargs={'enabl"),
         ("chat", {"continue_final_message": True}, "continue_final_message is true, which is not built yet"),
-        ("chat", {"chat_template": "{{ 1 }}"}, "chat_template is .*, which is not built yet; leave it out"),
+        ("chat", {"chat_template": "{{ 1 }}"}, "chat_template is .*, which is not built yet; leave it out: the templ"),
+        ("chat", {"use_tqdm": print}, "use_tqdm: expected true or false, found <built-in function print>; the bar is"),
+        ("embed", {"pooling_params": 3}, "LLM.embed: pooling_params is 3, which is not built yet; leave it out: a te"),
     ],
 )
 def test_unknown_keywords_are_refused_by_name(llm: LLM, call: str, options: dict[str, Any], told: str) -> None:
-    what = "a" if call == "generate" else MESSAGES
+    what = MESSAGES if call == "chat" else "a"
     with pytest.raises(RequestError, match=told):
         getattr(llm, call)(what, **options)
 

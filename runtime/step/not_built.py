@@ -1,0 +1,43 @@
+"""The sampling parameters of vLLM that are not built: what of them passes, and what to do instead of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# The values that ask for nothing.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "early_stopping": (None, False),
+    "logits_processors": (None, []),
+    "bad_words": (None, []),
+    "guided_decoding": (None,),
+    "structured_outputs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "detokenize": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "output_kind": (None,),
+    "extra_args": (None, {}),
+    "flat_logprobs": (None, False),
+    "logprob_token_ids": (None, []),
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None,),
+    "routed_experts_prompt_start": (None, 0),
+    "skip_reading_prefix_cache": (None, False),
+}
+# What to do instead of some of them.
+BEST_OF = "leave it out: give n and logprobs=0, and choose by cumulative_logprob"
+CONSTRAINED = "leave it out: answers are not held to a grammar; allowed_token_ids limits the tokens"
+INSTEAD = {
+    **dict.fromkeys(("best_of", "use_beam_search", "length_penalty", "early_stopping"), BEST_OF),
+    **dict.fromkeys(("guided_decoding", "structured_outputs"), CONSTRAINED),
+    "bad_words": "leave it out: banned_token_ids are never chosen",
+    "detokenize": "leave it out: an output has text and token_ids",
+    "extra_args": "leave it out: SamplingParams has all parameters by their names",
+    "logits_processors": "leave it out: logit_bias, allowed_token_ids and banned_token_ids change the choice",
+    "output_kind": "leave it out: LLM.stream yields the answer so far, and what is new as new_text",
+    "repetition_detection": "leave it out: repetition_penalty and frequency_penalty are there",
+    "skip_reading_prefix_cache": "leave it out: a cache_salt of its own finds nothing",
+    "truncate_prompt_tokens": "leave it out: give the prompt as token ids, and cut them",
+}
