@@ -26,6 +26,9 @@ else
 PY := $(CURDIR)/$(VENV)/bin/python
 READY := $(VENV)/.installed
 CLIENTS := $(patsubst tests/clients/%.txt,$(CLIENT_VENVS)/%/.installed,$(wildcard tests/clients/*.txt))
+ifneq ($(shell command -v npm),)
+CLIENTS += $(patsubst tests/clients/%.json,$(CLIENT_VENVS)/%/.installed,$(wildcard tests/clients/*.json))
+endif
 endif
 
 INFERC := $(PY) -m inferc
@@ -53,6 +56,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(CLIENT_VENVS)/%/.installed: tests/clients/%.txt
 	test -x $(@D)/bin/python || python3 -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+$(CLIENT_VENVS)/%/.installed: tests/clients/%.json
+	mkdir -p $(@D)
+	cp $< $(@D)/package.json
+	npm install --prefix $(@D) --silent --no-audit --no-fund --ignore-scripts
 	touch $@
 
 demo: $(READY)  ## compile, generate, serve and stream with the model that ships

@@ -8,19 +8,25 @@ from typing import Any
 
 from inferc.runtime.openai.fields import BY_NAME
 
-# They are about a platform, an account, or a cache that needs no help.
+# They are about a platform, an account, a cache that needs no help, or a client's own conversations.
 IGNORED = frozenset(
     (
         "add_special_tokens",
+        "background_tasks",
         "cache_prompt",
+        "chat_id",
+        "id",
         "id_slot",
         "include_reasoning",
         "keep_alive",
         "max_completion_tokens",
         "max_tool_calls",
         "metadata",
+        "model_item",
         "moderation",
         "parallel_tool_calls",
+        "parent_id",
+        "parent_message",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -29,6 +35,7 @@ IGNORED = frozenset(
         "safety_identifier",
         "separate_reasoning",
         "service_tier",
+        "session_id",
         "store",
         "stream_reasoning",
         "verbosity",

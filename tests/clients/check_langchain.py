@@ -3,10 +3,28 @@
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import openai
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
+
+SCHEMA: dict[str, Any] = {"title": "Person", "description": "A person.", "type": "object", "properties": {}}
+
+
+def multiply(first: int, second: int) -> int:
+    """Multiply two numbers."""
+    return first * second
+
+
+def fault(call: Callable[[], Any]) -> str:
+    """Return the message of the error that the server answers with."""
+    try:
+        call()
+    except openai.BadRequestError as error:
+        return str(error)
+    return "no error"
 
 
 def main(url: str, model: str) -> dict[str, Any]:
@@ -17,8 +35,12 @@ def main(url: str, model: str) -> dict[str, Any]:
     pieces = list(chat.stream(conversation))
     plain = OpenAI(**options, max_tokens=8)
 
-    async def batch() -> list[str]:
-        return [str(answer.content) for answer in await chat.abatch([[HumanMessage(f"Say {n}.")] for n in range(8)])]
+    async def batch() -> tuple[list[str], str]:
+        answers = await chat.abatch([[HumanMessage(f"Say {n}.")] for n in range(8)])
+        streamed = [str(piece.content) async for piece in chat.astream(conversation)]
+        return [str(answer.content) for answer in answers], "".join(streamed)
+
+    answers, streamed = asyncio.run(batch())
 
     return {
         "whole": whole.content,
@@ -27,7 +49,19 @@ def main(url: str, model: str) -> dict[str, Any]:
         "reason": whole.response_metadata["finish_reason"],
         "stream": "".join(str(piece.content) for piece in pieces),
         "num_pieces": len(pieces),
-        "batch": asyncio.run(batch()),
+        "stream_usage": [
+            piece.usage_metadata for piece in chat.stream(conversation, stream_usage=True) if piece.usage_metadata
+        ],
+        "async_stream": streamed,
+        "errors": {
+            "tools": fault(lambda: chat.bind_tools([multiply]).invoke("2 * 3?")),
+            "json_schema": fault(lambda: chat.with_structured_output(SCHEMA).invoke("Who?")),
+            "json_mode": fault(lambda: chat.with_structured_output(SCHEMA, method="json_mode").invoke("JSON")),
+            "function_calling": fault(
+                lambda: chat.with_structured_output(SCHEMA, method="function_calling").invoke("Who?")
+            ),
+        },
+        "batch": answers,
         "plain": plain.invoke("def add("),
     }
 

@@ -104,7 +104,7 @@ def test_openai_raises_its_own_errors(seen: Any) -> None:
     for name, field in (("tools", "tools"), ("schema", "response_format")):
         assert errors[name][:2] == ["BadRequestError", 400] and errors[name][3] == field
         assert "is not built yet" in errors[name][2]
-    assert "this model takes text parts only, found 'image_url'" in errors["image"][2]
+    assert 'this model takes text parts only, found "image_url"' in errors["image"][2]
     assert (
         errors["embeddings"][:2] == ["BadRequestError", 400] and "makes no vectors of texts" in errors["embeddings"][2]
     )
@@ -121,9 +121,17 @@ def test_langchain(url: str, tiny_artifact: Path, served: str) -> None:
     assert seen["whole"] == seen["stream"] and seen["num_pieces"] > 2
     assert (seen["model"], seen["reason"]) == (tiny_artifact.name, "length")
     assert seen["usage"]["output_tokens"] == 12 and len(seen["batch"]) == 8
+    assert seen["async_stream"] == seen["whole"] and [each["output_tokens"] for each in seen["stream_usage"]] == [12]
     with Client(served) as client:
         (plain,) = client.complete("def add(", temperature=0.0, max_tokens=8)
     assert seen["plain"] == plain.text
+    for name, field in (
+        ("tools", "tools"),
+        ("function_calling", "tools"),
+        ("json_schema", "response_format"),
+        ("json_mode", "response_format"),
+    ):
+        assert f"{field} is " in seen["errors"][name] and "not built yet; leave it out" in seen["errors"][name]
 
 
 TASK = """

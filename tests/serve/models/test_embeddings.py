@@ -105,6 +105,16 @@ def test_openai_and_langchain(embedding: Server) -> None:
     assert len(seen["cut"]) == 8
 
 
+@pytest.mark.slow
+def test_litellm(embedding: Server) -> None:
+    seen: Any = run_client("litellm", "check_litellm.py", embedding.url, "embedder", "embeddings")
+    with Client(embedding.address) as client:
+        want = client.embed(["a text", "another one"])
+    for name in ("default", "floats"):
+        np.testing.assert_allclose(seen[name], want, atol=1e-7)
+    assert seen["tokens"] > 2
+
+
 def test_bad_requests(embedding: Server, url: str) -> None:
     for body, param, message in (
         ({}, "input", "input is missing; give it"),

@@ -1,0 +1,131 @@
+"""The OpenAI interface by LiteLLM, by Simon Willison's llm, and by OpenAI's client for JavaScript, all unmodified."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients import environment, run_client, run_node_client
+from http_calls import request
+
+pytestmark = pytest.mark.slow
+
+NOT_BUILT = "which is not built yet; leave it out"
+
+
+def answer(url: str, content: str, **body: Any) -> str:
+    """Return the greedy answer to a message, as it goes over the wire."""
+    messages = [{"role": "user", "content": content}]
+    reply = request(url, "/v1/chat/completions", {"messages": messages, "temperature": 0, **body})
+    found: str = reply.json["choices"][0]["message"]["content"]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- LiteLLM
+
+
+@pytest.fixture(scope="module")
+def litellm(url: str, tiny_artifact: Path) -> Any:
+    return run_client("litellm", "check_litellm.py", url, tiny_artifact.name)
+
+
+def test_litellm_completes_and_streams(litellm: Any) -> None:
+    assert "".join(litellm["stream"]) == litellm["whole"] and len(litellm["stream"]) > 2
+    assert litellm["reason"] == "length" and litellm["usage"]["completion_tokens"] == 12
+    (usage,) = litellm["stream_usage"]
+    assert [usage[name] for name in ("prompt_tokens", "completion_tokens")] == [
+        litellm["usage"][name] for name in ("prompt_tokens", "completion_tokens")
+    ]
+    assert litellm["together"] == [litellm["whole"]] * 8 and litellm["vllm"] == litellm["whole"]
+    assert len(litellm["many"]) == 2 and litellm["logprobs"] == 12 and litellm["text"]
+
+
+def test_litellm_raises_its_own_errors(litellm: Any) -> None:
+    errors = litellm["errors"]
+    assert errors["model"][:2] == ["NotFoundError", 404] and "is not served here" in errors["model"][2]
+    for name, told in (
+        ("tools", NOT_BUILT),
+        ("schema", NOT_BUILT),
+        ("long", "tokens"),
+        ("embedding", "makes no vectors of texts"),
+    ):
+        assert errors[name][:2] == ["BadRequestError", 400] and told in errors[name][2], errors[name]
+
+
+# ----------------------------------------------------------------------------------------------------- llm
+
+MODELS = """
+- {{model_id: ours, model_name: {model}, api_base: "{url}/v1", supports_tools: true, supports_schema: true}}
+- {{model_id: ours-text, model_name: {model}, api_base: "{url}/v1", completion: true}}
+"""
+GREEDY = ("-o", "temperature", "0", "-o", "max_tokens", "12")
+
+
+def llm(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(environment("llm") / "llm"), *arguments]
+    variables = {**os.environ, "LLM_USER_PATH": str(folder)}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def folder(url: str, tiny_artifact: Path, tmp_path: Path) -> Path:
+    (tmp_path / "extra-openai-models.yaml").write_text(MODELS.format(model=tiny_artifact.name, url=url))
+    return tmp_path
+
+
+def test_llm_prompts_streams_and_goes_on(folder: Path, url: str) -> None:
+    want = answer(url, "Say hi", max_tokens=12)
+    streamed = llm(folder, "-m", "ours", "Say hi", *GREEDY)
+    whole = llm(folder, "-m", "ours", "--no-stream", "--usage", "Say hi", *GREEDY)
+    assert (streamed.returncode, whole.returncode) == (0, 0), streamed.stderr + whole.stderr
+    assert streamed.stdout == whole.stdout == want + "\n" and "12 output" in whole.stderr
+    assert llm(folder, "-c", "And?", "-s", "Be brief.", *GREEDY).returncode == 0
+    last, *_ = json.loads(llm(folder, "logs", "list", "-n", "1", "--json").stdout)
+    assert last["prompt"] == "And?" and last["output_tokens"] == 12 and last["input_tokens"] > 12
+    text = llm(folder, "-m", "ours-text", "def add(", *GREEDY)
+    assert text.returncode == 0 and len(text.stdout) > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (("-o", "json_object", "true"), "response_format"),
+        (("--schema", "name, age int"), "response_format"),
+        (("-T", "llm_version"), "tools"),
+    ],
+)
+def test_llm_shows_what_is_not_built(folder: Path, arguments: tuple[str, ...], field: str) -> None:
+    done = llm(folder, "-m", "ours", "Say hi", *arguments)
+    assert done.returncode == 1 and f"400 - {field} is {{" in done.stderr.replace("is [{", "is {")
+    assert NOT_BUILT in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------- JavaScript
+
+
+@pytest.fixture(scope="module")
+def node(url: str, tiny_artifact: Path) -> Any:
+    return run_node_client("openai-node", "check_openai_node.cjs", url, tiny_artifact.name)
+
+
+def test_javascript_completes_and_streams(node: Any, tiny_artifact: Path) -> None:
+    content = node["chat"]["choices"][0]["message"]["content"]
+    stream = node["stream"]
+    assert node["models"] == [tiny_artifact.name] and node["request_id"].startswith("req-") and node["left"]
+    assert "".join(stream["pieces"]) == content and len(stream["pieces"]) > 2
+    assert stream["reasons"] == ["length"] and stream["usage"]["completion_tokens"] == 12
+    assert node["helped"] == [content, content] and node["together"] == [content] * 8
+    assert node["completion"]["choices"][0]["text"]
+    assert node["responses"]["kinds"][0] == "response.created" and node["responses"]["text"]
+    assert node["responses"]["kinds"][-1] in ("response.completed", "response.incomplete")
+
+
+def test_javascript_raises_its_own_errors(node: Any) -> None:
+    errors = node["errors"]
+    for name, field in (("tools", "tools"), ("run_tools", "tools"), ("schema", "response_format")):
+        assert errors[name][:2] == ["BadRequestError", 400] and errors[name][3] == field
+        assert NOT_BUILT in errors[name][2]
+    assert errors["model"][:2] == ["NotFoundError", 404] and errors["model"][4] == "model_not_found"
+    assert errors["embeddings"][:2] == ["BadRequestError", 400]
