@@ -6,9 +6,10 @@ A row of `inferc.targets.TARGETS` names each target's backend. No other part of 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from inferc.arena import MemoryFormula, MemoryPlan
 from inferc.backends.lower import LowerConfig
@@ -83,6 +84,14 @@ class Backend(Protocol):
 
     def write(self, rank: RankProgram, output: Output) -> Written:
         """Write the code of a lowered program into the artifact, whose weights are already written."""
+
+
+@runtime_checkable
+class EarlyBackend(Backend, Protocol):
+    """A backend that can begin with the code of lowered programs while these are still being checked."""
+
+    def begin(self, ranks: Sequence[RankProgram], output: Output) -> None:
+        """Begin, in the background, what `write` will need of these programs; a failure is left to `write`."""
 
 
 class ExtendableBackend(Backend, Protocol):

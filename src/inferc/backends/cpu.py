@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
 from inferc.arena import MemoryPlan
 from inferc.backends.backend import Output, Written
 from inferc.backends.lower import LowerConfig
@@ -28,6 +32,7 @@ class CpuBackend:
     def __init__(self, target: Target) -> None:
         self._isas = cpp_build.target_isas()
         self._libraries: dict[str, dict[str, str]] = {}  # by source text: ranks whose step is equal share libraries
+        self._ahead: list[Future[dict[str, Path]]] = []  # the builds that `begin` began
 
     def check_machine(self) -> None:
         cpp_build.check_machine()
@@ -38,7 +43,19 @@ class CpuBackend:
     def try_write(self, program: Program, config: LowerConfig) -> None:
         _emit(program, memory_plan(program), config)
 
+    def begin(self, ranks: Sequence[RankProgram], output: Output) -> None:
+        """Compile the steps of all ranks in the background, which fills the cache that `write` reads."""
+        units = [_emit(each.program, memory_plan(each.program), output.config) for each in ranks]
+        distinct = {unit.source: unit for unit in units}.values()
+        thread = ThreadPoolExecutor(1)
+        self._ahead = [thread.submit(cpp_build.build_program, unit, self._built_for(output)) for unit in distinct]
+        thread.shutdown(wait=False)
+
+    def _built_for(self, output: Output) -> tuple[str, ...]:
+        return detect_isa()[:1] if output.for_here else self._isas
+
     def write(self, rank: RankProgram, output: Output) -> Written:
+        wait(self._ahead)
         plan = memory_plan(rank.program)
         unit = _emit(rank.program, plan, output.config)
         libraries = self._write_libraries(unit, rank.label, output)
@@ -51,8 +68,7 @@ class CpuBackend:
         output.report("compile kernels", len(self._libraries), output.num_ranks)
         folder = f"kernels/{label}" if self._libraries else "kernels"
         libraries = {}
-        isas = detect_isa()[:1] if output.for_here else self._isas
-        for isa, built in cpp_build.build_program(unit, isas).items():
+        for isa, built in cpp_build.build_program(unit, self._built_for(output)).items():
             libraries[isa] = f"{folder}/cpu-{isa}.so"
             output.writer.add(libraries[isa], built.read_bytes())
         output.writer.add(f"{folder}/cpp/unit.cpp", unit.whole.encode())

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from inferc.backends.backend import Backend, Output, Written, open_backend
+from inferc.backends.backend import Backend, EarlyBackend, Output, Written, open_backend
 from inferc.backends.lower import LowerConfig, build_pipeline, lower
 from inferc.backends.partition import RankProgram, Ranks, lower_ranks, partition, prepare
 from inferc.codegen.artifact_writer import ArtifactWriter, program_entry
@@ -257,6 +257,8 @@ class _Build:
         costs = CostRecorder()
         ranks = self._lower(program, certifier, costs)
         if check is not None:
+            if isinstance(self.backend, EarlyBackend):
+                self.backend.begin(ranks, self.output)
             check(ranks)
         first = ranks[0].program
         self.writer.add(COSTS, json_bytes(costs.log(first).stored))

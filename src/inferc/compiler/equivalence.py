@@ -256,7 +256,8 @@ class ProgramCheck:
             judge.add(trial.name, self._ran_by, [run.found], why=why)
             if trial.scale == 1.0:
                 self._try_far(run, judge)
-        layers = "all layers" if short.count == self.total else f"the first {short.count} of {self.total} layers"
+        some = "first layer" if short.count == 1 else f"first {short.count}"
+        layers = "all layers" if short.count == self.total else f"the {some} of {self.total} layers"
         said = f"{layers} in float32 over {len(run.tokens)} tokens"
         return f"{said}; for want of memory without {' and '.join(left_out)}" if left_out else said
 
