@@ -286,7 +286,8 @@ class ProgramCheck:
         wanted, kinds = _kinds(self.lowered), layer_kinds(self.captured)
         lengths = [count for count in prefix_lengths(kinds) if count >= self.ranks.pp]
         # Passes make kinds of their own of the first layer and of the last two, so the shortest is rarely enough.
-        likely = [count for count in lengths if count >= distinct_prefix(self.captured) + 2]
+        least = distinct_prefix(kinds) + 2
+        likely = [count for count in lengths if count >= least]
         for count in likely or lengths[-1:]:
             if first_layers(self.captured, count) is None:
                 continue

@@ -11,7 +11,7 @@ import time
 import torch
 
 from inferc.compiler.prompts import GREEDY_TOKENS, LONG_TOKENS, PROMPT_LENGTHS
-from inferc.ir.layer_kinds import distinct_prefix
+from inferc.ir.layer_kinds import distinct_prefix, layer_kinds
 from inferc.ir.program import Program, named_arguments
 
 TRIALS = 6  # runs of a short model: three trials, each by two programs
@@ -33,7 +33,7 @@ def price(certify: str, program: Program) -> str:
         tokens = lengths * (copies + PASSES) + len(PROMPT_LENGTHS) * GREEDY_TOKENS * 2
         what = f"the whole model after each of some {PASSES} passes, over {lengths} tokens"
     else:
-        short = min(num_layers, distinct_prefix(program) + 2)  # the layers that stand for all
+        short = min(num_layers, distinct_prefix(layer_kinds(program)) + 2)  # the layers that stand for all
         tokens = LONG_TOKENS * (copies + 1) + TRIALS * SHORT_TOKENS * short // num_layers
         what = f"{short} of {num_layers} layers in float32, and the whole model over {LONG_TOKENS} tokens"
     return f"{_duration(2.0 * active_parameters(program) * tokens)}{what}"

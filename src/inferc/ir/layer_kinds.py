@@ -127,12 +127,8 @@ def _weight_text(weight: Weight, layer: int) -> str:
     return f"{text} {hashlib.sha256(data).hexdigest()[:16]}" if data else text
 
 
-def distinct_prefix(program: Program) -> int:
-    """Return how many layers, from the first on, contain every distinct layer of the program."""
-    return _distinct(layer_kinds(program))
-
-
-def _distinct(kinds: Sequence[Kind]) -> int:
+def distinct_prefix(kinds: Sequence[Kind]) -> int:
+    """Return how many layers, from the first on, contain every kind of layer of a program."""
     return max(kinds.index(kind) for kind in set(kinds)) + 1
 
 
@@ -141,7 +137,7 @@ def prefix_lengths(kinds: Sequence[Kind]) -> list[int]:
 
     Such a model ends with a layer of the same kind as the last, so that what follows the layers reads the same.
     """
-    return [count for count in range(_distinct(kinds), len(kinds) + 1) if kinds[count - 1] == kinds[-1]]
+    return [count for count in range(distinct_prefix(kinds), len(kinds) + 1) if kinds[count - 1] == kinds[-1]]
 
 
 def first_layers(program: Program, count: int) -> Program | None:
