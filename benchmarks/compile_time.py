@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def compile_here(model: str, out: str, options: dict[str, Any]) -> dict[str, flo
     marks = [("import", start)]
 
     def note(stage: str, _done: int, _total: int) -> None:
+        stage = re.split("[,:]", stage)[0]  # without the details
         if stage != marks[-1][0]:
             marks.append((stage, time.perf_counter()))
 

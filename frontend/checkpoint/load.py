@@ -17,6 +17,7 @@ from inferc.frontend.checkpoint import unreadable
 from inferc.frontend.checkpoint.safetensors import SafetensorsReader, TensorDictReader, TensorSpec, read_folder
 from inferc.frontend.model_class import causal_class
 from inferc.frontend.trace import torch_export as trace
+from inferc.system.collection import uncollected
 
 log = logging.getLogger(__name__)
 
@@ -148,8 +149,9 @@ def read_config(folder: Path) -> Any:
         raise ConfigError(f"{file}: not JSON ({error}); mend it, or fetch it anew if it was cut short") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise ConfigError(f"{file}: no model_type; expected the config.json of a transformers model")
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    with uncollected():
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_type = raw["model_type"]
     if model_type not in CONFIG_MAPPING_NAMES:
@@ -164,7 +166,8 @@ def read_config(folder: Path) -> Any:
         )
     _refuse_quantized(raw, str(folder), folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with uncollected():  # it imports the model's module
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a config class may raise anything
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{file}: not a valid {model_type} config ({type(error).__name__}: {reason})") from error

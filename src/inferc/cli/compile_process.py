@@ -12,6 +12,7 @@ import sys
 from inferc.cli.progress import progress
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, InfercError
+from inferc.system.collection import exit_uncollected, uncollected
 
 
 def main(model: str, out: str, target: str) -> int:
@@ -19,7 +20,8 @@ def main(model: str, out: str, target: str) -> int:
     try:
         with progress("load torch") as report:
             try:
-                from inferc.compiler.build import compile
+                with uncollected(freeze=True):
+                    from inferc.compiler.build import compile
             except ModuleNotFoundError as error:
                 raise ConfigError(
                     f"{model} is a model, which must be compiled first, and {error.name} is not installed:"
@@ -35,4 +37,5 @@ def main(model: str, out: str, target: str) -> int:
 
 
 if __name__ == "__main__":
+    exit_uncollected()
     sys.exit(main(*sys.argv[1:]))

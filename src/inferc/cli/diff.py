@@ -10,6 +10,7 @@ import typer
 from inferc.cli.common import Isa, Json, MaxBatchedTokens, Out, Threads, cell, engine_options, print_json, say
 from inferc.cli.progress import progress
 from inferc.errors import ConfigError
+from inferc.system.collection import uncollected
 
 if TYPE_CHECKING:
     from inferc.runtime.artifact.load import Artifact
@@ -67,7 +68,8 @@ def diff(
         ids, params = _asked(artifact, prompt or "", max_tokens)
     options = engine_options(threads, isa, 1, max_num_batched_tokens, kv_evict=kv_evict)
     with progress("diff") as report:
-        from inferc.compiler.diff import diff as diff_
+        with uncollected(freeze=True):
+            from inferc.compiler.diff import diff as diff_
 
         result = diff_(artifact, reference, ids, params, options, lambda stage: report(stage, 0, 1))
     if as_json:

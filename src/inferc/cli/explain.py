@@ -12,6 +12,7 @@ from inferc.cli.common import Json, fail, print_json, say
 from inferc.cli.progress import progress
 from inferc.cost.devices import NAMES, check_device, find_device
 from inferc.errors import ArtifactError, ConfigError
+from inferc.system.collection import uncollected
 from inferc.targets import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def _of_model(source: str, options: dict[str, Any]) -> tuple[CostLog, dict[str, 
 
     config = from_dict(CompileConfig, options)
     with progress("load torch") as report:
-        from inferc.compiler.explain import explain_model
+        with uncollected(freeze=True):
+            from inferc.compiler.explain import explain_model
 
         explained = explain_model(source, config, report)
     refusal = explained.refusal

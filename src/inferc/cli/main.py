@@ -54,6 +54,7 @@ from inferc.cli.top import top
 from inferc.cli.verify import verify
 from inferc.errors import ConfigError
 from inferc.system import env as debug
+from inferc.system.collection import exit_uncollected, uncollected
 from inferc.version import __version__
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ EXPERIMENTAL = (
 def main() -> None:
     """Run the `inferc` command."""
     open_streams()
+    exit_uncollected()
     try:
         with writing():  # covers the help texts; commands handle errors of their own output
             app()
@@ -249,9 +251,11 @@ def compile_model(
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     with progress("load torch") as report:
         if add_target:
-            from inferc.compiler.add_target import add_target as compile_
+            with uncollected(freeze=True):
+                from inferc.compiler.add_target import add_target as compile_
         else:
-            from inferc.compiler.build import compile as compile_
+            with uncollected(freeze=True):
+                from inferc.compiler.build import compile as compile_
 
         summary = compile_(model, out, config, progress=report)
     if as_json:

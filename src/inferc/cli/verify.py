@@ -9,6 +9,7 @@ import typer
 
 from inferc.cli.common import Json, Out, cell, print_json, say
 from inferc.cli.progress import progress
+from inferc.system.collection import uncollected
 
 if TYPE_CHECKING:
     from inferc.compiler.verify import Verification
@@ -33,7 +34,8 @@ def verify(
     Exit codes: 0 all rows are within their budget, 1 one is not, 2 bad input.
     """
     with progress("verify") as report:
-        from inferc.compiler.verify import verify as verify_
+        with uncollected(freeze=True):
+            from inferc.compiler.verify import verify as verify_
 
         result = verify_(out, reference, report)
     if as_json:

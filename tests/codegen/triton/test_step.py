@@ -166,7 +166,10 @@ def test_kernels_of_an_8b_shape_compile_for_every_chip(
         ("sm_86", [(2, 1)], [64]),  # of a model that ships
         *(
             pytest.param(
-                arch, [(4, 4), (4, 2), (8, 2), (14, 2), (16, 2)], [32, 64, 80, 96, 128, 256], marks=pytest.mark.slow
+                arch,
+                [(4, 4), (4, 2), (8, 2), (14, 2), (16, 2)],
+                [32, 64, 80, 96, 128, 256],
+                marks=[pytest.mark.slow, pytest.mark.timeout(1200)],  # thirty kernels
             )
             for arch in ARCHS
         ),
