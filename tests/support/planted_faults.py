@@ -1,12 +1,14 @@
 """Faults planted in one layer of a model, and the check that must see them: for tests, and for the table of its limits.
 
-Run it to print, for each fault that has a size, the smallest that the check sees and the largest that it does not.
+Run it to print, for each fault that has a size (or those that are named), the smallest that the check sees and the
+largest that it does not.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -177,9 +179,12 @@ SIZED: dict[str, tuple[str, Callable[[float], Edit], tuple[float, ...]]] = {
 }
 
 
-def limits(made: Callable[[str, str], Captured]) -> Iterator[tuple[str, str, float | None, float | None]]:
+def limits(
+    made: Callable[[str, str], Captured], faults: Iterable[str] = SIZED
+) -> Iterator[tuple[str, str, float | None, float | None]]:
     """Yield for each fault and scheme the smallest factor that is seen, and the next one, which is not."""
-    for fault, (family, edit, factors) in SIZED.items():
+    for fault in faults:
+        family, edit, factors = SIZED[fault]
         for how in ("float32", "bfloat16", "int8"):
             model = made(family, "float32" if how == "float32" else "bfloat16")
             seen = unseen = None
@@ -194,5 +199,5 @@ def limits(made: Callable[[str, str], Captured]) -> Iterator[tuple[str, str, flo
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         print("| fault in one layer | artifact | smallest seen | not seen |\n|---|---|---|---|")
-        for fault, how, seen, unseen in limits(captured_models(Path(scratch))):
+        for fault, how, seen, unseen in limits(captured_models(Path(scratch)), sys.argv[1:] or SIZED):
             print(f"| {fault} | {how} | x {seen} | {f'x {unseen}' if unseen else 'none tried'} |", flush=True)

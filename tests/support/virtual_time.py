@@ -69,6 +69,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             return events
         with self._lock:
             is_idle = not self._num_working
+        if is_idle and (events := self._look(0)):  # what a thread left just before it had no more to do
+            return events
         if is_idle and timeout is not None:
             assert self._now < MAX_SECONDS, "the test waits for what never happens"
             self._now += timeout
