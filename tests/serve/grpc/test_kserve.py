@@ -73,7 +73,7 @@ def test_tritonclient_streams(seen: Any, served: str) -> None:
 @pytest.mark.slow
 def test_tritonclient_is_told_what_is_wrong(seen: Any) -> None:
     errors = seen["errors"]
-    assert errors["model"].startswith("StatusCode.NOT_FOUND: model 'none' is not served here")
+    assert errors["model"].startswith('StatusCode.NOT_FOUND: model "none" is not served here')
     assert errors["output"].startswith('StatusCode.INVALID_ARGUMENT: output "logits" is unknown; known: text_output')
     assert errors["sampling"].startswith("StatusCode.INVALID_ARGUMENT: max_tokens is -1")
     assert errors["unknown"].startswith("StatusCode.INVALID_ARGUMENT: unknown sampling parameter tempratur")
