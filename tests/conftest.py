@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if quick is not None and item.name.partition("[")[2].removesuffix("]") not in quick.args:
             item.add_marker(pytest.mark.slow)
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if config.getoption("best_isa") and params.get("kernels") not in (None, *detect_isa()[:1]):
+        used = {params.get(name) for name in ("kernels", "tiles")} - {None, *detect_isa()[:1]}
+        if config.getoption("best_isa") and used:
             item.add_marker(pytest.mark.slow)
     tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
