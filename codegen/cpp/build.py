@@ -3,7 +3,7 @@
 Kernels take their shapes as arguments, so each is compiled in a unit apart from the programs that call it, once for all
 programs: the next model compiles only its own step. Objects and libraries are keyed by source, headers, flags and
 compiler. A file in the cache is never changed, only added by an atomic rename, so any number of processes may build at
-once. Objects of common kernels may have been built with the package (prebuild.py); those serve every g++.
+once. Objects of common kernels may have been built with the package (prebuild.py); any g++ links those.
 """
 
 from __future__ import annotations

@@ -240,7 +240,8 @@ class _Build:
     def _check_lowers(self, program: Program) -> None:
         """Raise what lowering would refuse.
 
-        Lowering is tried on a copy, as the reference runs before the real lowering and may take minutes.
+        Lowering is tried on a copy, as the reference runs before the real lowering and may take minutes. The copy has
+        symbols of its own: the numbers of the real program's are in the artifact.
         """
         twin = program_lib.from_json(program_lib.to_json(program))
         self.report("check the kernels", 0, 1)
