@@ -26,7 +26,7 @@ from inferc.frontend.trace import torch_export as trace
 from inferc.frontend.trace.positions import first_position, takes_positions
 from inferc.frontend.trace.rope import fix_rope
 from inferc.ir import weights as weight_lib
-from inferc.ir.layer_kinds import layer_nodes
+from inferc.ir.layer_kinds import distinct_prefix, layer_kinds, layer_nodes
 from inferc.ir.program import Program, target_name
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def check_capture(program: Program, checkpoint: Checkpoint, max_model_len: int |
         _check_logits(program, reader, model, program.info.num_attention_layers, checkpoint.name)
         log.info("capture of %s checked on other weights", checkpoint.name)
         return
-    num_layers = distinct_prefix(program)
+    num_layers = _num_distinct(program)
     model = _small_model(checkpoint, num_layers)
     check_positions(model, checkpoint.name)
     reader = checkpoint_form(model, program)
@@ -101,7 +101,7 @@ def random_copy(
 
     It has at least `min_layers` layers, and inner sizes that can be cut in `parts`.
     """
-    model = _small_model(checkpoint, max(min_layers, distinct_prefix(program)), parts)
+    model = _small_model(checkpoint, max(min_layers, _num_distinct(program)), parts)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
     model.config.dtype = DTYPES[dtype]
@@ -132,37 +132,17 @@ def check_attention_count(program: Program, where: str) -> None:
     )
 
 
+def _num_distinct(program: Program) -> int:
+    """Return how many layers, from the first on, hold every distinct layer, wherever a layer's input comes from."""
+    return distinct_prefix(layer_kinds(program, ignore_inputs=True))
+
+
 def _listed(layers: list[int]) -> str:
     """Return `layer 3 has` for one layer, or `layers 0, 2 and 4 have` for a few."""
     if len(layers) == 1:
         return f"layer {layers[0]} has"
     first = ", ".join(str(layer) for layer in layers[:3])
     return f"layers {first}{f' and {len(layers) - 3} more' if len(layers) > 3 else ''} have"
-
-
-def distinct_prefix(program: Program) -> int:
-    """Return how many layers, from the first on, contain every distinct layer of the program."""
-    first: dict[tuple[str, ...], int] = {}
-    for layer, nodes in layer_nodes(program).items():
-        first.setdefault(fingerprint(nodes), layer)
-    return max(first.values()) + 1
-
-
-def fingerprint(nodes: list[fx.Node]) -> tuple[str, ...]:
-    """Return a text that is equal for layers that do the same with other weights: ops, arguments, shapes, dtypes."""
-    index = {node: f"%{position}" for position, node in enumerate(nodes)}
-
-    def text(arg: Any) -> str:
-        if isinstance(arg, fx.Node):
-            value = arg.meta.get("val")
-            return index.get(arg) or (f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else str(value))
-        if isinstance(arg, (tuple, list)):
-            return "[" + ", ".join(text(item) for item in arg) + "]"
-        return str(arg)
-
-    return tuple(
-        f"{target_name(node.target)}({text(node.args)}, {text(tuple(sorted(node.kwargs.items())))})" for node in nodes
-    )
 
 
 # --------------------------------------------------------------------------------------- a module in memory

@@ -27,12 +27,14 @@ def layer_nodes(program: Program) -> dict[int, list[fx.Node]]:
     return layers
 
 
-def layer_kinds(program: Program) -> list[Kind]:
+def layer_kinds(program: Program, *, ignore_inputs: bool = False) -> list[Kind]:
     """Return for each layer a value that is equal for layers that do the same with their own weights.
 
     It covers ops, arguments, shapes, dtypes, the expressions of weights, and what is read from outside of the layer:
     the same values in front of the layers, and values at the same place of the layer before. Values are equal across
     programs too.
+    ignore_inputs: compare values of other layers and of the embedding by their types alone, so that the first layer is
+    of the kind of the second.
     """
     tokens = _of_tokens(program)
     layers = {layer: [node for node in nodes if node in tokens] for layer, nodes in layer_nodes(program).items()}
@@ -51,12 +53,15 @@ def layer_kinds(program: Program) -> list[Kind]:
         if node.op == "placeholder":
             own = re.sub(rf"(?<!\d){layer}(?!\d)", "#", node.name) if dims == DENSE_CACHE_DIMS else node.name
             return f"{own} {types[node]}"
+        is_inside = node in places and places[node][0] == layer
+        if ignore_inputs and node in tokens and not is_inside:
+            return types[node]
         if node not in places:
             if (node, layer) not in outside:
                 outside[node, layer] = hashlib.sha256(call(node, layer).encode()).hexdigest()[:16]
             return outside[node, layer]
         other, index = places[node]
-        return f"{index}" if other == layer else f"{index - len(layers[other])} of {layer - other} before"
+        return f"{index}" if is_inside else f"{index - len(layers[other])} of {layer - other} before"
 
     def text(argument: Any, layer: int) -> str:
         if isinstance(argument, fx.Node):
