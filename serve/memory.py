@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import time
 from collections.abc import Callable
+
+from inferc.system.memory import give_back
 
 YOUNG_OBJECTS = 10_000  # allocations before a collection of the youngest generation
 TIDY_SECONDS, COLLECT_AT_LAST_SECONDS = 30.0, 120.0
@@ -36,16 +37,3 @@ async def tidy(is_idle: Callable[[], bool]) -> None:
             gc.collect()
             last = time.monotonic()
         await asyncio.to_thread(give_back)
-
-
-def give_back() -> None:
-    """Return free memory to the system.
-
-    This takes tenths of a second if gigabytes are free, without holding the interpreter's lock. Each thread has a
-    heap of its own in glibc, which keeps free memory that is not at the end of a heap: hundreds of megabytes after a
-    text of four million characters was tokenized once, if a small last piece is in use. Other C libraries keep
-    little.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))

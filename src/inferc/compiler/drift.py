@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import Tensor, cat, tensor, zeros_like
@@ -26,7 +27,7 @@ OUTLIER_FLOOR = 1e-3
 # Exception: in a dtype other than float32 a router may choose another expert where two are equally likely to within
 # rounding. At most ROUTED_SHARE of the positions may be off for this reason, each by at most ROUTED_KL nats.
 ROUTED_SHARE, ROUTED_KL = 0.03, 2.0
-ROWS = 16  # rows that are measured at once, in float64
+CHUNK_ELEMENTS = 1 << 20  # logits that are measured at once, in float64
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def measure(found: Sequence[Tensor], reference: Sequence[Tensor]) -> Drift:
     """Measure how far logits are from the reference's; both are one tensor [T, vocab_size] per prompt."""
     errors, sizes, largest, kls, agreed = 0.0, 0.0, 0.0, [], 0
     pairs = zip(found, reference, strict=True)
-    for logits, expected in (rows for pair in pairs for rows in zip(*(each.split(ROWS) for each in pair), strict=True)):
+    chunks = (zip(*(each.split(_rows_at_once(each)) for each in pair), strict=True) for pair in pairs)
+    for logits, expected in chain.from_iterable(chunks):
         ours, wide = logits.double().log_softmax(-1), expected.double().log_softmax(-1)
         centred = _centred(wide)
         error = _centred(ours) - centred
@@ -63,12 +65,17 @@ def measure(found: Sequence[Tensor], reference: Sequence[Tensor]) -> Drift:
 
 def perplexity(logits: Sequence[Tensor], prompts: Sequence[Sequence[int]]) -> float | None:
     """Return the perplexity of the prompts' own tokens; None if there is nothing to predict or it is no number."""
-    losses = [
-        -rows[:-1].double().log_softmax(-1).gather(-1, tensor(list(prompt[1:]))[:, None])[:, 0]
-        for rows, prompt in zip(logits, prompts, strict=True)
-        if len(prompt) > 1
-    ]
+    losses = []
+    for of_prompt, prompt in zip(logits, prompts, strict=True):
+        if len(prompt) > 1:
+            count, following = _rows_at_once(of_prompt), tensor(list(prompt[1:]))
+            for rows, token_ids in zip(of_prompt[:-1].split(count), following.split(count), strict=True):
+                losses.append(-rows.double().log_softmax(-1).gather(-1, token_ids[:, None])[:, 0])
     return figure(float(cat(losses).mean().exp())) if losses else None
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    return max(1, CHUNK_ELEMENTS // logits.shape[-1])
 
 
 def _centred(log_probabilities: Tensor) -> Tensor:

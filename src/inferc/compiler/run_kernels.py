@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
 from inferc.runtime.runners.api import ObservableRunner
+from inferc.runtime.step.plan import F32
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.targets import find_spec
 
@@ -38,7 +40,7 @@ def run_kernels(
     assert isinstance(runner, ObservableRunner), "only compiled steps are observed"
     in_any_batch = find_spec(loaded.manifest.targets[0]).deterministic != "never"
     try:
-        logits = [_scored_logits(engine, runner, prompt) for prompt in prompts]
+        logits = [_scored(engine, runner, prompt, torch.from_numpy) for prompt in prompts]
         greedy: list[list[int]] = [[] for _ in decoded]
         params = SamplingParams(temperature=0.0, max_tokens=max(1, num_greedy), ignore_eos=True)
         for index, prompt in enumerate(decoded if num_greedy else []):
@@ -49,8 +51,8 @@ def run_kernels(
         for prompt, tokens in zip(decoded, greedy, strict=True):
             if not in_any_batch:
                 break
-            again = _scored_logits(engine, runner, [*prompt, *tokens[:-1]]) if tokens else None
-            if again is not None and again[len(prompt) - 1 :].numpy().argmax(-1).tolist() != tokens:
+            again = _scored(engine, runner, [*prompt, *tokens[:-1]], _most_likely) if tokens else None
+            if again is not None and again[len(prompt) - 1 :].tolist() != tokens:
                 raise VerifyError(
                     f"kernels: decoding after {len(prompt)} tokens gives {tokens}, and a prefill of the same tokens"
                     " finds others most likely: the compiled code is wrong, please report it"
@@ -60,13 +62,31 @@ def run_kernels(
     return runner.name, logits, greedy
 
 
-def _scored_logits(engine: Engine, runner: ObservableRunner, prompt: list[int]) -> Tensor:
-    """Return the logits of every position of a prompt, observed while the engine scores it."""
-    seen: list[Tensor] = []
-    runner.watch_logits(lambda rows: seen.append(torch.from_numpy(rows)))
+def _scored(engine: Engine, runner: ObservableRunner, prompt: list[int], keep: Callable[[F32], Tensor]) -> Tensor:
+    """Return what `keep` makes of the logits of each position of a prompt, which are seen while the engine scores it.
+
+    The result is filled as the rows come: logits of a large vocabulary are not held twice.
+    """
+    found: Tensor | None = None
+    count = 0
+
+    def watch(rows: F32) -> None:
+        nonlocal found, count
+        kept = keep(rows)
+        if found is None:
+            found = kept.new_empty(len(prompt), *kept.shape[1:])
+        found[count : count + len(kept)] = kept
+        count += len(kept)
+
+    runner.watch_logits(watch)
     engine.score("certificate", [*prompt, 0])  # one token more: logits are computed to score the token after them
     while engine.has_work:
         engine.step()
     engine.take_scores()
     runner.watch_logits(None)
-    return torch.cat(seen)
+    assert found is not None and count == len(prompt), "every position is scored once"
+    return found
+
+
+def _most_likely(rows: F32) -> Tensor:
+    return torch.from_numpy(rows.argmax(-1))
