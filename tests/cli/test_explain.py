@@ -5,12 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from command_line import run_inferc
 from manifests import read_manifest, rewrite_manifest
 from serving import ENV, INFERC
 
 from inferc.cli.explain import rendered
+from inferc.cost.report import CostReport
 
 PASS_KEYS = {"name", "rewrites", "nodes_before", "nodes_after", "bytes", "flops", "predicted_ms"}
 LLAMA_70B = {
@@ -62,6 +64,13 @@ def explain_json(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
     return value
 
 
+def typed(found: dict[str, Any]) -> CostReport:
+    """The report whose JSON this is, to the last digit."""
+    report = msgspec.convert(found, CostReport)
+    assert json.dumps(msgspec.to_builtins(report)) == json.dumps(found)
+    return report
+
+
 def refused(*arguments: str | Path) -> str:
     """The one line of an explanation that cannot be had."""
     out, error = explain(*arguments, code=2)
@@ -97,7 +106,7 @@ def test_the_cache_of_a_70b_from_its_config_alone(tmp_path: Path) -> None:
     assert decode["predicted_ms"] >= 1e3 * decode["bytes"] / 3.35e12
     assert prefill["flops"] == pytest.approx(2 * 70e9 * 1024, rel=0.05)
     assert [path.name for path in model.iterdir()] == ["config.json"]
-    text = " ".join(rendered(found).split())
+    text = " ".join(rendered(typed(found)).split())
     assert "327,680 bytes a token, 42.9 GB at 131,072 tokens; 343.6 GB if each query head had" in text
     assert "GQA saves 8.0x" in text and "fits no: 141.1 GB of weights in 80.0 GB" in text
     assert "captured with 2 and with 3 layers, which the rest of the 80 repeat" in text
@@ -137,7 +146,7 @@ def test_experts_that_a_step_touches(tmp_path: Path) -> None:
     per_step = {name: phase["weights_bytes"] for name, phase in found["phases"].items()}
     # Both layers of a prefill touch all 4 but the last one, which runs on the row that is sampled.
     assert per_step["prefill"] - per_step["decode"] == pytest.approx(of_one * (4 - 2) + 255 * 128, rel=1e-3)
-    assert found["uniform_routing"] is True and "routed at random" in rendered(found)
+    assert found["uniform_routing"] is True and "routed at random" in rendered(typed(found))
 
 
 @pytest.mark.slow
@@ -169,7 +178,7 @@ def test_a_refused_model_shows_the_passes_up_to_the_refusal(tmp_path: Path) -> N
     names = [row["name"] for row in found["passes"]]
     assert names[-1] == "fuse_qkv_rope_kv_write" and "page_kv_cache" in names
     assert found["kv"]["bytes_per_token"] == 2 * 2 * 2 * 528 * 2
-    assert "refused   by choose_kernels" in rendered(found)
+    assert "refused   by choose_kernels" in rendered(typed(found))
     assert error.startswith("inferc: choose_kernels refuses the model: head_dim 528") and error.count("\n") == 1
 
 

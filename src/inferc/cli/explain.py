@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from inferc.cost.formulas import CostLog
+    from inferc.cost.report import CostReport, KVCost, PhaseCost, Subject
 
 DEVICES_HELP = f"Device to predict for: {', '.join(NAMES)}. cpu is this machine; its memory is measured."
 PARAMETERS = ("", " k", " M", " B", " T")
@@ -81,18 +82,19 @@ def explain(
     and the arithmetic it does, at the device's limits: they are upper bounds that no implementation exceeds, not
     measurements.
     """
+    from msgspec import to_builtins
+
     from inferc.cost.report import Workload, check_counts, report
     from inferc.manifest import MANIFEST
 
     check_device(device)
     check_counts(batch, context, input_len)
-    about: dict[str, Any]
     if (Path(source) / MANIFEST).is_file():
         given = {"--target": target, "--dtype": dtype, "--quantize": quantize, "--kv-dtype": kv_dtype}
         set_again = [name for name, value in {**given, "--max-model-len": max_model_len}.items() if value is not None]
         if set_again:
             raise ConfigError(f"{source} is compiled already; {set_again[0]} is for a model: leave it out")
-        costs, about = _of_artifact(source)
+        costs, subject = _of_artifact(source)
     else:
         options = {
             "target": target or DEFAULT_TARGET,
@@ -101,19 +103,20 @@ def explain(
             "kv_dtype": kv_dtype or "auto",
             "max_model_len": "auto" if max_model_len is None else max_model_len,
         }
-        costs, about = _of_model(source, options)
+        costs, subject = _of_model(source, options)
     workload = Workload.make(batch, context, input_len, costs.facts.max_model_len)
-    found = {**about, **report(costs, find_device(device), workload)}
+    found = report(subject, costs, find_device(device), workload)
     if as_json:
-        print_json(found)
+        print_json(to_builtins(found))
     else:
         say(rendered(found), end="")
-    refused = found["refused"]
-    return fail(f"{refused['pass']} refuses the model: {refused['reason']}", 1) if refused else 0
+    refused = found.refused
+    return fail(f"{refused.pass_name} refuses the model: {refused.reason}", 1) if refused else 0
 
 
-def _of_model(source: str, options: dict[str, Any]) -> tuple[CostLog, dict[str, Any]]:
+def _of_model(source: str, options: dict[str, Any]) -> tuple[CostLog, Subject]:
     from inferc.config import CompileConfig, from_dict
+    from inferc.cost.report import Subject
 
     config = from_dict(CompileConfig, options)
     with progress("load torch") as report:
@@ -121,32 +124,25 @@ def _of_model(source: str, options: dict[str, Any]) -> tuple[CostLog, dict[str, 
             from inferc.compiler.explain import explain_model
 
         explained = explain_model(source, config, report)
-    refusal = explained.refusal
-    about = {
-        "source": source,
-        "target": explained.config.target,
-        "captured_layers": list(explained.captured_layers),
-        "refused": None if refusal is None else {"pass": refusal.pass_name, "reason": refusal.reason},
-    }
-    return explained.costs, about
+    return explained.costs, Subject(source, explained.config.target, explained.captured_layers, explained.refusal)
 
 
-def _of_artifact(source: str) -> tuple[CostLog, dict[str, Any]]:
+def _of_artifact(source: str) -> tuple[CostLog, Subject]:
+    from inferc.cost.report import Subject
     from inferc.manifest import COSTS
     from inferc.runtime.artifact.load import load_artifact
 
     artifact = load_artifact(source, to_run=False)
     if COSTS not in artifact.manifest.files:
         raise ArtifactError(f"{source} was compiled by an inferc that stored no costs; compile the model again")
-    costs = artifact.costs()
     targets = ", ".join(artifact.manifest.targets)
-    return costs, {"source": source, "target": targets, "captured_layers": None, "refused": None}
+    return artifact.costs(), Subject(source, targets, captured_layers=None, refused=None)
 
 
 # ----------------------------------------------------------------------------------------------------- text
 
 
-def rendered(found: dict[str, Any]) -> str:
+def rendered(found: CostReport) -> str:
     """Return the explanation as text of at most `WIDTH` columns."""
     from rich.console import Console
 
@@ -157,22 +153,22 @@ def rendered(found: dict[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
-def _facts(found: dict[str, Any]) -> Table:
+def _facts(found: CostReport) -> Table:
     """Return a table of facts about the model, the device and the KV cache: a name and a sentence per row."""
-    model, device, kv = found["model"], found["device"], found["kv"]
-    size = f"{_scaled(model['num_parameters'], PARAMETERS)} parameters in {model['num_layers']} layers"
-    limits = f"{_bytes(device['bytes_per_s'])}/s, {_flops(device['flops_per_s'])}/s in {device['peak_dtype']}"
-    ridge = f"ridge point {device['ridge_flops_per_byte']:.0f} FLOPs a byte"
-    cached = f"{_bytes(kv['bytes_at_context'])} at {kv['context']:,} tokens"
+    model, device, kv = found.model, found.device, found.kv
+    size = f"{_scaled(model.num_parameters, PARAMETERS)} parameters in {model.num_layers} layers"
+    limits = f"{_bytes(device.bytes_per_s)}/s, {_flops(device.flops_per_s)}/s in {device.peak_dtype}"
+    ridge = f"ridge point {device.ridge_flops_per_byte:.0f} FLOPs a byte"
+    cached = f"{_bytes(kv.bytes_at_context)} at {kv.context:,} tokens"
     lines = {
-        "model": f"{model['architecture']}, {size}, {model['dtype']}: {_bytes(model['weights_bytes'])} of weights",
-        "lowered": f"for target {found['target']}, up to {model['max_model_len']:,} tokens{_captured(found)}",
-        "device": f"{device['title']}: {_bytes(device['memory_bytes'])} at {limits}; {ridge}",
-        "KV cache": f"{kv['bytes_per_token']:,} bytes a token, {cached}{_gqa(kv)}",
+        "model": f"{model.architecture}, {size}, {model.dtype}: {_bytes(model.weights_bytes)} of weights",
+        "lowered": f"for target {found.target}, up to {model.max_model_len:,} tokens{_captured(found)}",
+        "device": f"{device.title}: {_bytes(device.memory_bytes)} at {limits}; {ridge}",
+        "KV cache": f"{kv.bytes_per_token:,} bytes a token, {cached}{_gqa(kv)}",
         "fits": _fits(found),
     }
-    if found["refused"]:
-        lines["refused"] = f"by {found['refused']['pass']}; all numbers are of the program in front of it"
+    if found.refused:
+        lines["refused"] = f"by {found.refused.pass_name}; all numbers are of the program in front of it"
     table = _plain_table()
     table.add_column(no_wrap=True)
     table.add_column()
@@ -181,81 +177,81 @@ def _facts(found: dict[str, Any]) -> Table:
     return table
 
 
-def _captured(found: dict[str, Any]) -> str:
-    layers, count = found["captured_layers"], found["model"]["num_layers"]
-    if layers is None or layers == [count]:
+def _captured(found: CostReport) -> str:
+    layers, count = found.captured_layers, found.model.num_layers
+    if layers is None or layers == (count,):
         return ""
     return f"; captured with {layers[0]} and with {layers[1]} layers, which the rest of the {count} repeat"
 
 
-def _gqa(kv: dict[str, Any]) -> str:
-    if not kv["gqa_saves"] or kv["gqa_saves"] <= 1:
+def _gqa(kv: KVCost) -> str:
+    saves, without = kv.gqa_saves, kv.bytes_without_gqa
+    if saves is None or saves <= 1 or without is None:
         return ""
-    what = "the latent" if any(group["kind"] == "latent" for group in kv["groups"]) else "GQA"
-    without = _bytes(kv["bytes_without_gqa"])
-    return f"; {without} if each query head had its own K and V: {what} saves {kv['gqa_saves']:.1f}x"
+    what = "the latent" if any(group.kind == "latent" for group in kv.groups) else "GQA"
+    return f"; {_bytes(without)} if each query head had its own K and V: {what} saves {saves:.1f}x"
 
 
-def _fits(found: dict[str, Any]) -> str:
-    model, device, kv = found["model"], found["device"], found["kv"]
-    memory = _bytes(device["memory_bytes"])
-    if model["weights_bytes"] > device["memory_bytes"]:
-        return (
-            f"no: {_bytes(model['weights_bytes'])} of weights in {memory}; the predictions below assume that they fit"
-        )
-    return f"{kv['sequences_that_fit']:,} sequences of {kv['context']:,} tokens in {memory}, beside the weights"
+def _fits(found: CostReport) -> str:
+    model, device, kv = found.model, found.device, found.kv
+    memory = _bytes(device.memory_bytes)
+    if model.weights_bytes > device.memory_bytes:
+        return f"no: {_bytes(model.weights_bytes)} of weights in {memory}; the predictions below assume that they fit"
+    return f"{kv.sequences_that_fit:,} sequences of {kv.context:,} tokens in {memory}, beside the weights"
 
 
-def _phase_table(found: dict[str, Any]) -> Table:
+def _phases(found: CostReport) -> tuple[tuple[str, PhaseCost], ...]:
+    """Return the phases with their names, in the order in which a request goes through them."""
+    return ("prefill", found.phases.prefill), ("decode", found.phases.decode)
+
+
+def _phase_table(found: CostReport) -> Table:
     table = _ruled_table()
     table.add_column("phase", no_wrap=True)
     table.add_column("step", no_wrap=True)
     for name in ("bytes", "weights", "KV cache", "FLOPs", "FLOPs/byte", "bound", "ms", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, phase in found["phases"].items():
-        size = (
-            f"{phase['num_tokens']:,} tokens" if name == "prefill" else f"{phase['num_seqs']:,} at {phase['context']:,}"
-        )
+    for name, phase in _phases(found):
+        size = f"{phase.num_tokens:,} tokens" if name == "prefill" else f"{phase.num_seqs:,} at {phase.context:,}"
         table.add_row(
             name,
             size,
-            _bytes(phase["bytes"]),
-            _bytes(phase["weights_bytes"]),
-            _bytes(phase["kv_bytes"]),
-            _count(phase["flops"]),
-            f"{phase['flops_per_byte']:.1f}",
-            phase["bound"],
-            _ms(phase["predicted_ms"]),
-            _number(phase["tokens_per_s"]),
+            _bytes(phase.bytes),
+            _bytes(phase.weights_bytes),
+            _bytes(phase.kv_bytes),
+            _count(phase.flops),
+            f"{phase.flops_per_byte:.1f}",
+            phase.bound,
+            _ms(phase.predicted_ms),
+            _number(phase.tokens_per_s),
         )
     return table
 
 
-def _pass_table(found: dict[str, Any]) -> Table:
+def _pass_table(found: CostReport) -> Table:
     table = _ruled_table()
     table.add_column("pass", no_wrap=True)
     for name in ("rewrites", "nodes", "decode\nbytes", "\nFLOPs", "\nms", "prefill\nbytes", "\nFLOPs", "\nms"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in (found["captured"], *found["passes"]):
-        prefill = row["prefill"]
+    for row in (found.captured, *found.passes):
+        prefill = row.prefill
         table.add_row(
-            row["name"],
-            "" if row is found["captured"] else f"{row['rewrites']:,}",
-            f"{row['nodes_after']:,}",
-            _bytes(row["bytes"]),
-            _count(row["flops"]),
-            _ms(row["predicted_ms"]),
-            _bytes(prefill["bytes"]),
-            _count(prefill["flops"]),
-            _ms(prefill["predicted_ms"]),
+            row.name,
+            "" if row is found.captured else f"{row.rewrites:,}",
+            f"{row.nodes_after:,}",
+            _bytes(row.bytes),
+            _count(row.flops),
+            _ms(row.predicted_ms),
+            _bytes(prefill.bytes),
+            _count(prefill.flops),
+            _ms(prefill.predicted_ms),
         )
     return table
 
 
-def _notes(found: dict[str, Any]) -> list[str]:
+def _notes(found: CostReport) -> list[str]:
     """Return the notes below the tables: the meaning of the columns and the assumptions."""
-    device, phases = found["device"], found["phases"]
-    launch = f"{device['launch_us']:g} us"
+    launch = f"{found.device.launch_us:g} us"
     steps = (
         "prefill is one prompt in one step, so its ms is the time to first token; decode is one new token for each"
         " sequence. The pass table has the same two steps, of the program after each pass."
@@ -270,11 +266,11 @@ def _notes(found: dict[str, Any]) -> list[str]:
         f"ms: of each kernel the longer of bytes / bandwidth and FLOPs / peak, and {launch} to start it, summed. That"
         " is the device's limit, which real kernels only come near to. bound: what the longer part of it waits for."
     )
-    notes = [steps, moved, time, f"Figures of the device: {device['source']}; the {launch} are an assumption."]
-    mostly = [name for name, phase in phases.items() if 2 * phase["launch_ms"] > phase["predicted_ms"]]
+    notes = [steps, moved, time, f"Figures of the device: {found.device.source}; the {launch} are an assumption."]
+    mostly = [name for name, phase in _phases(found) if 2 * phase.launch_ms > phase.predicted_ms]
     if mostly:
         notes.append(f"{' and '.join(mostly)}: more than half of the predicted time is starting kernels.")
-    if found["uniform_routing"]:
+    if found.uniform_routing:
         notes.append(
             "Experts: a step touches as many as tokens routed at random do, in the mean; real ones touch fewer."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -22,6 +22,9 @@ from inferc.cli.common import (
 )
 from inferc.cli.progress import progress
 from inferc.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from inferc.runtime.measure.replay import Drawn, Replayed
 
 SHOWN = 10  # largest number of differences that are printed
 
@@ -90,31 +93,30 @@ def replay(
             result = replay_(made, requests, lambda done, total: report("replay", done, total))
         finally:
             made.close()
-    _show(dataclasses.asdict(result), recording.is_torn, as_json)
+    _show(result, recording.is_torn, as_json)
     return 1 if result.differences else 0
 
 
-def _show(result: dict[str, Any], is_torn: bool, as_json: bool) -> None:
-    differences = result["differences"]
+def _show(result: Replayed, is_torn: bool, as_json: bool) -> None:
+    differences = result.differences
     if as_json:
-        print_json({"ok": not differences, **result, "torn": is_torn})
+        print_json({"ok": not differences, **dataclasses.asdict(result), "torn": is_torn})
         return
-    counts = f"{result['requests']} requests, {result['sequences']} sequences, {result['tokens']} tokens"
-    if result["unfinished"]:
-        counts += f" ({result['unfinished']} sequences had none when they ended)"
+    counts = f"{result.requests} requests, {result.sequences} sequences, {result.tokens} tokens"
+    if result.unfinished:
+        counts += f" ({result.unfinished} sequences had none when they ended)"
     if not differences:
         say(f"equal: {counts}")
         return
-    say(f"{len(differences)} of {result['sequences']} sequences differ: {counts}")
+    say(f"{len(differences)} of {result.sequences} sequences differ: {counts}")
     for each in differences[:SHOWN]:
-        recorded, found = (_drawn(each[name]) for name in ("recorded", "found"))
-        where = f"request {each['request']}, output {each['index']}, new token {each['position']}"
-        say(f"  {where}: recorded {recorded}, found {found}")
+        where = f"request {each.request}, output {each.index}, new token {each.position}"
+        say(f"  {where}: recorded {_drawn(each.recorded)}, found {_drawn(each.found)}")
     if len(differences) > SHOWN:
         say(f"  and {len(differences) - SHOWN} more")
 
 
-def _drawn(drawn: dict[str, Any]) -> str:
-    if drawn["token"] is None:
-        return f"its end ({drawn['end']})"
-    return f"token {drawn['token']} (log probability {drawn['logprob']!r})"
+def _drawn(drawn: Drawn) -> str:
+    if drawn.token is None:
+        return f"its end ({drawn.end})"
+    return f"token {drawn.token} (log probability {drawn.logprob!r})"

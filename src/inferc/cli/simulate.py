@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -176,7 +177,9 @@ def simulate(
         from inferc.runtime.simulate.report import as_json as rows
 
         facts = {"model": prices.model, "machine": prices.machine, "cost_error": prices.error, "prices": prices.prices}
-        print_json({"rows": rows(summaries), "cost": facts, "requests": len(found.requests), "scale": scale, **bounds})
+        print_json(
+            {"rows": rows(summaries), "cost": facts, "requests": len(found.requests), "scale": scale, **asdict(bounds)}
+        )
         return
     _show(summaries, prices, found, bounds, scale, replicas)
 
@@ -270,14 +273,21 @@ def _play(
     return summarize(config.policy, speed, played, *objectives), played
 
 
-def _bounds(trace: Trace, config: SchedulerConfig, replicas: int) -> dict[str, float]:
-    """Return upper bounds of the prefix cache hit rate: with unlimited memory, and with the memory of the replicas."""
+@dataclass(frozen=True)
+class HitBounds:
+    """The upper bounds of the prefix cache hit rate: with unlimited memory, and with the memory of the replicas."""
+
+    ideal_hit_rate: float
+    ideal_hit_rate_of_capacity: float
+
+
+def _bounds(trace: Trace, config: SchedulerConfig, replicas: int) -> HitBounds:
     capacity = (config.num_blocks[0] - 1) * config.block_size * replicas // trace.block_tokens
-    return {"ideal_hit_rate": trace.hit_rate(), "ideal_hit_rate_of_capacity": trace.hit_rate(capacity)}
+    return HitBounds(trace.hit_rate(), trace.hit_rate(capacity))
 
 
 def _show(
-    summaries: list[Summary], prices: CostFile, trace: Trace, bounds: dict[str, float], scale: int, replicas: int
+    summaries: list[Summary], prices: CostFile, trace: Trace, bounds: HitBounds, scale: int, replicas: int
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -289,8 +299,8 @@ def _show(
         + f", {tokens[0]} tokens of prompts, {tokens[1]} of answers; {replicas} x {prices.model} on {prices.machine}"
     )
     say(
-        f"prompt tokens that a cache could find: {bounds['ideal_hit_rate']:.1%}, with this memory"
-        f" {bounds['ideal_hit_rate_of_capacity']:.1%}; predicted steps are off by {prices.error:.1%} on average"
+        f"prompt tokens that a cache could find: {bounds.ideal_hit_rate:.1%}, with this memory"
+        f" {bounds.ideal_hit_rate_of_capacity:.1%}; predicted steps are off by {prices.error:.1%} on average"
     )
     table = Table(box=None, pad_edge=False)
     heads = ("policy", "rate", "TTFT ms mean", "P50", "P99", "TBT ms P50", "P99", "latency s mean", "P99")

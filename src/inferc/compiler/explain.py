@@ -15,6 +15,7 @@ from inferc.backends.lower import LowerConfig, build_pipeline
 from inferc.config import CompileConfig, ResolvedCompileConfig
 from inferc.cost.formulas import CostLog, extended
 from inferc.cost.recorder import CostRecorder
+from inferc.cost.report import Refusal
 from inferc.errors import UnsupportedError, VerifyError
 from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import Checkpoint, load_config
@@ -25,14 +26,6 @@ from inferc.system.progress import Progress
 from inferc.targets import Target
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """The pass in which a compile of the model would stop, and the reason it gives."""
-
-    pass_name: str
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,8 @@ class CachedLayers(Struct, frozen=True, forbid_unknown_fields=True):
     bytes_per_token: int
 
 
-class ModelFacts(Struct, frozen=True, forbid_unknown_fields=True):
-    """The facts of a model that do not depend on the device it runs on."""
+class ModelSummary(Struct, frozen=True, forbid_unknown_fields=True):
+    """The name and the sizes of a model, without its KV cache."""
 
     model_type: str
     architecture: str
@@ -147,6 +147,11 @@ class ModelFacts(Struct, frozen=True, forbid_unknown_fields=True):
     num_parameters: int
     max_model_len: int
     weights_bytes: int
+
+
+class ModelFacts(ModelSummary, frozen=True, forbid_unknown_fields=True):
+    """The facts of a model that do not depend on the device it runs on."""
+
     kv_groups: tuple[CachedLayers, ...]
     kv_bytes_per_token: int
     kv_bytes_per_token_ungrouped: int  # as if every query head had K and V of its own (no GQA)

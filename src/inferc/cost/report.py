@@ -7,14 +7,14 @@ Imports neither torch nor numpy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-import msgspec
+from msgspec import Struct, field
 
 from inferc.cost.devices import Device
-from inferc.cost.formulas import CostLog, ModelFacts, OpCost, PassCost, Step, predict
+from inferc.cost.formulas import CachedLayers, CostLog, ModelFacts, ModelSummary, OpCost, PassCost, Step, predict
 from inferc.errors import ConfigError
+from inferc.manifest_types import PassRow
 
 DEFAULT_INPUT_LEN = 1024
 DEFAULT_CONTEXT = 4096
@@ -65,93 +65,205 @@ def check_counts(batch: int, context: int | None, input_len: int | None) -> None
             raise ConfigError(f"{name} {count}: expected at least 1")
 
 
-def report(costs: CostLog, device: Device, workload: Workload) -> dict[str, Any]:
-    """Return JSON-able `model`, `device`, `workload`, `kv`, `phases`, `uniform_routing`, `captured` and `passes`.
+# ------------------------------------------------------------------------------------------------- the report
 
-    The `bytes`, `flops` and `predicted_ms` of a pass itself are those of the decode step; its `prefill` has those of
-    the prefill step.
-    """
+# `inferc explain --json` prints a report as it is here: the names of the fields are the keys, in this order.
+
+
+class Refusal(Struct, frozen=True):
+    """The pass in which a compile of the model would stop, and the reason it gives."""
+
+    pass_name: str = field(name="pass")
+    reason: str
+
+
+class Subject(Struct, frozen=True):
+    """The model or artifact that a report is about, as it was lowered."""
+
+    source: str
+    target: str
+    captured_layers: tuple[int, ...] | None  # the layers of each model that was captured; None for an artifact
+    refused: Refusal | None
+
+
+class DeviceLimits(Struct, frozen=True):
+    """The limits of a device for a model: its memory, and its peak in the dtype of the model."""
+
+    name: str
+    title: str
+    memory_bytes: int
+    bytes_per_s: float
+    peak_dtype: str  # float32 if the device has no units for the dtype of the model
+    flops_per_s: float
+    ridge_flops_per_byte: float
+    launch_us: float
+    source: str
+
+
+class KVCost(Struct, frozen=True):
+    """The memory that the KV cache of one sequence takes, and how many sequences fit beside the weights."""
+
+    groups: tuple[CachedLayers, ...]
+    bytes_per_token: int
+    context: int
+    bytes_at_context: int
+    bytes_without_gqa: int | None  # as if each query head had its own K and V
+    gqa_saves: float | None
+    sequences_that_fit: int | None  # None for a model that caches nothing
+
+
+class PhaseCost(Struct, frozen=True):
+    """The predicted cost of a step of the compiled program, by what it moves and by what it waits for."""
+
+    num_tokens: int
+    num_seqs: int
+    context: int
+    bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    flops: int
+    flops_per_byte: float
+    bound: str
+    kernels: int
+    memory_ms: float
+    compute_ms: float
+    launch_ms: float
+    predicted_ms: float
+    tokens_per_s: float
+
+
+class Phases(Struct, frozen=True):
+    """The predicted costs of the two steps of a workload."""
+
+    prefill: PhaseCost
+    decode: PhaseCost
+
+
+class StepCost(Struct, frozen=True):
+    """The predicted cost of a step in total."""
+
+    bytes: int
+    flops: int
+    predicted_ms: float
+
+
+class PassEffect(PassRow, frozen=True):
+    """The effect of a pass: what it rewrites, and the predicted costs of the program after it."""
+
+    bytes: int  # of the decode step, as the next two
+    flops: int
+    predicted_ms: float
+    prefill: StepCost
+
+
+class CostReport(Subject, frozen=True):
+    """The report of `inferc explain`: a model's costs on a device, after each pass and by phase."""
+
+    model: ModelSummary
+    device: DeviceLimits
+    workload: Workload
+    kv: KVCost
+    phases: Phases
+    uniform_routing: bool  # whether the costs assume that tokens are routed to experts at random
+    captured: PassEffect
+    passes: tuple[PassEffect, ...]
+
+
+def report(subject: Subject, costs: CostLog, device: Device, workload: Workload) -> CostReport:
+    """Predict what the two steps of `workload` cost on `device`, of the compiled program and after each pass."""
     facts = costs.facts
-    return {
-        "model": {key: value for key, value in msgspec.structs.asdict(facts).items() if not key.startswith("kv_")},
-        "device": _device(device, facts.dtype),
-        "workload": asdict(workload),
-        "kv": _kv(facts, device, workload.context),
-        "phases": _phases(costs.last.ops, device, workload),
-        "uniform_routing": any(name.startswith("experts:") for op in costs.last.ops for name, _ in op.weights),
-        "captured": _row(costs.captured, device, workload),
-        "passes": [_row(row, device, workload) for row in costs.passes],
-    }
+    return CostReport(
+        source=subject.source,
+        target=subject.target,
+        captured_layers=subject.captured_layers,
+        refused=subject.refused,
+        model=_summary(facts),
+        device=_limits(device, facts.dtype),
+        workload=workload,
+        kv=_kv(facts, device, workload.context),
+        phases=Phases(
+            prefill=_phase(costs.last.ops, workload.prefill, device),
+            decode=_phase(costs.last.ops, workload.decode, device),
+        ),
+        uniform_routing=any(name.startswith("experts:") for op in costs.last.ops for name, _ in op.weights),
+        captured=_effect(costs.captured, device, workload),
+        passes=tuple(_effect(row, device, workload) for row in costs.passes),
+    )
 
 
-def _device(device: Device, dtype: str) -> dict[str, Any]:
-    return {
-        "name": device.name,
-        "title": device.title,
-        "memory_bytes": device.memory_bytes,
-        "bytes_per_s": device.bytes_per_s,
-        "peak_dtype": dtype if dtype in device.flops_per_s else "float32",
-        "flops_per_s": device.peak(dtype),
-        "ridge_flops_per_byte": device.ridge(dtype),
-        "launch_us": 1e6 * device.launch_s,
-        "source": device.source,
-    }
+def _summary(facts: ModelFacts) -> ModelSummary:
+    return ModelSummary(**{name: getattr(facts, name) for name in ModelSummary.__struct_fields__})
 
 
-def _kv(facts: ModelFacts, device: Device, context: int) -> dict[str, Any]:
+def _limits(device: Device, dtype: str) -> DeviceLimits:
+    return DeviceLimits(
+        name=device.name,
+        title=device.title,
+        memory_bytes=device.memory_bytes,
+        bytes_per_s=device.bytes_per_s,
+        peak_dtype=dtype if dtype in device.flops_per_s else "float32",
+        flops_per_s=device.peak(dtype),
+        ridge_flops_per_byte=device.ridge(dtype),
+        launch_us=1e6 * device.launch_s,
+        source=device.source,
+    )
+
+
+def _kv(facts: ModelFacts, device: Device, context: int) -> KVCost:
     per_token, ungrouped = facts.kv_bytes_per_token, facts.kv_bytes_per_token_ungrouped
     # Blocks outside the window return to the pool, so layers with a window never hold more than the window.
     held = sum(
         group.bytes_per_token * (min(context, group.window) if group.window else context) for group in facts.kv_groups
     )
     free = device.memory_bytes - facts.weights_bytes
-    fit = None if not facts.weights_bytes or not held else max(0, free // held)
-    return {
-        "groups": msgspec.to_builtins(facts.kv_groups),
-        "bytes_per_token": per_token,
-        "context": context,
-        "bytes_at_context": held,
-        "bytes_without_gqa": ungrouped * context if ungrouped else None,
-        "gqa_saves": ungrouped / per_token if ungrouped and per_token else None,
-        "sequences_that_fit": fit,
-    }
+    return KVCost(
+        groups=facts.kv_groups,
+        bytes_per_token=per_token,
+        context=context,
+        bytes_at_context=held,
+        bytes_without_gqa=ungrouped * context if ungrouped else None,
+        gqa_saves=ungrouped / per_token if ungrouped and per_token else None,
+        sequences_that_fit=None if not facts.weights_bytes or not held else max(0, free // held),
+    )
 
 
-def _phases(ops: Mapping[OpCost, int], device: Device, workload: Workload) -> dict[str, Any]:
-    found = {}
-    for name, step in (("prefill", workload.prefill), ("decode", workload.decode)):
-        predicted = predict(ops, step, device)
-        found[name] = {
-            "num_tokens": step.num_tokens,
-            "num_seqs": step.num_seqs,
-            "context": step.context,
-            "bytes": round(predicted.bytes),
-            "weights_bytes": round(predicted.weights_bytes),
-            "kv_bytes": round(predicted.cache_bytes),
-            "activation_bytes": round(predicted.activation_bytes),
-            "flops": round(predicted.flops),
-            "flops_per_byte": predicted.flops / predicted.bytes,
-            "bound": predicted.bound,
-            "kernels": predicted.num_kernels,
-            "memory_ms": 1e3 * predicted.memory_s,
-            "compute_ms": 1e3 * predicted.compute_s,
-            "launch_ms": 1e3 * predicted.launch_s,
-            "predicted_ms": 1e3 * predicted.seconds,
-            "tokens_per_s": step.num_tokens / predicted.seconds,
-        }
-    return found
-
-
-def _row(row: PassCost, device: Device, workload: Workload) -> dict[str, Any]:
-    header = {name: getattr(row, name) for name in ("name", "rewrites", "nodes_before", "nodes_after")}
-    prefill, decode = (_numbers(row.ops, step, device) for step in (workload.prefill, workload.decode))
-    return {**header, **decode, "prefill": prefill}
-
-
-def _numbers(ops: Mapping[OpCost, int], step: Step, device: Device) -> dict[str, Any]:
+def _phase(ops: Mapping[OpCost, int], step: Step, device: Device) -> PhaseCost:
     predicted = predict(ops, step, device)
-    return {
-        "bytes": round(predicted.bytes),
-        "flops": round(predicted.flops),
-        "predicted_ms": 1e3 * predicted.seconds,
-    }
+    return PhaseCost(
+        num_tokens=step.num_tokens,
+        num_seqs=step.num_seqs,
+        context=step.context,
+        bytes=round(predicted.bytes),
+        weights_bytes=round(predicted.weights_bytes),
+        kv_bytes=round(predicted.cache_bytes),
+        activation_bytes=round(predicted.activation_bytes),
+        flops=round(predicted.flops),
+        flops_per_byte=predicted.flops / predicted.bytes,
+        bound=predicted.bound,
+        kernels=predicted.num_kernels,
+        memory_ms=1e3 * predicted.memory_s,
+        compute_ms=1e3 * predicted.compute_s,
+        launch_ms=1e3 * predicted.launch_s,
+        predicted_ms=1e3 * predicted.seconds,
+        tokens_per_s=step.num_tokens / predicted.seconds,
+    )
+
+
+def _effect(row: PassCost, device: Device, workload: Workload) -> PassEffect:
+    decode = _step(row.ops, workload.decode, device)
+    return PassEffect(
+        name=row.name,
+        rewrites=row.rewrites,
+        nodes_before=row.nodes_before,
+        nodes_after=row.nodes_after,
+        bytes=decode.bytes,
+        flops=decode.flops,
+        predicted_ms=decode.predicted_ms,
+        prefill=_step(row.ops, workload.prefill, device),
+    )
+
+
+def _step(ops: Mapping[OpCost, int], step: Step, device: Device) -> StepCost:
+    predicted = predict(ops, step, device)
+    return StepCost(bytes=round(predicted.bytes), flops=round(predicted.flops), predicted_ms=1e3 * predicted.seconds)
