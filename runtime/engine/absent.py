@@ -64,7 +64,7 @@ OF_PACKAGE: Mapping[str, str] = {
     **dict.fromkeys(("PoolingRequestOutput", "ScoringOutput", "ScoringRequestOutput"), POOLED),
     **dict.fromkeys(("EmbeddingOutput", "EmbeddingRequestOutput"), "LLM.embed returns them"),
     "LoRARequest": ADAPTERS,
-    "ModelRegistry": "models are those of transformers (docs/models.md); inferc.extend adds passes, ops and kernels",
+    "ModelRegistry": "models are those of transformers; inferc.extend adds passes, ops and kernels",
 }
 
 

@@ -81,8 +81,17 @@ def test_help_of_every_command_is_light() -> None:
     assert "inferc.cli.serve" in loaded
     assert not loaded & {"torch", "transformers", "numpy", "grpc", "rich", "google.protobuf", "inferc.client"}
     assert not loaded & {f"inferc.{stage}" for stage in ("frontend", "passes", "codegen", "runtime", "serve")}
-    for name in COMMANDS:
-        assert run_inferc(name, "--help").returncode == 0
+
+
+def test_help_names_no_file_that_an_installed_package_lacks() -> None:
+    left = [(name,) for name in COMMANDS]
+    while left:
+        words = left.pop()
+        shown = run_inferc(*words, "--help")
+        assert shown.returncode == 0
+        assert not re.findall(r"[\w-]+/[\w/-]+\.(?:md|py|json|sh)\b", shown.stdout), words
+        if "COMMAND" in shown.stdout.splitlines()[0]:
+            left += [(*words, name) for name in re.findall(r"^  (\w+)  ", shown.stdout, re.MULTILINE)]
 
 
 def test_compile(tiny_llama_folder: Path, tmp_path: Path) -> None:

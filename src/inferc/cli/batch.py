@@ -131,7 +131,7 @@ def batch(
     before anything is run.
 
     The `model` in the body is ignored: --engine decides which model answers, and the answer names it. A server gives
-    its other clients precedence, see docs/batch.md.
+    its other clients precedence.
     """
     from inferc.runtime.openai.batch_file import BatchInput, BatchOutput
     from inferc.runtime.openai.batch_run import BatchRun

@@ -73,9 +73,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")
 app.add_typer(keys_app, name="keys")
 
-EXPERIMENTAL = (
-    " (experimental: all ranks run in one process, which tries a split model and makes it no faster; docs/parallel.md)."
-)
+EXPERIMENTAL = " (experimental: all ranks run in one process, which tries a split model and makes it no faster)."
 
 
 def main() -> None:
@@ -145,7 +143,7 @@ def compile_model(
             " activations in E4M3, for tensorrt and tensorrt-paged on sm_89 and later. int4, int4-g32, int4-g64,"
             " int4-g128 (W4A8): projections and experts in four bits with one scale per group of 32 (int4), 64 or 128"
             " weights, activations as in w8a8, embedding and LM head as in int8. Norms and routers stay in --dtype;"
-            " --kv-dtype sets the KV cache (docs/quantization.md).",
+            " --kv-dtype sets the KV cache.",
         ),
     ] = None,
     kv_dtype: Annotated[
@@ -154,7 +152,7 @@ def compile_model(
             "--kv-dtype",
             metavar="int8|auto",
             help="Data type of the KV cache. int8: one scale per head and token for K and for V, about half the bytes"
-            " of bfloat16 (docs/quantization.md). auto: the same as --dtype.",
+            " of bfloat16. auto: the same as --dtype.",
         ),
     ] = "auto",
     max_model_len: Annotated[
@@ -173,7 +171,7 @@ def compile_model(
             help="How to check the artifact's numbers against Hugging Face's. auto: the program in float32 on as many"
             " layers as hold all kinds, and the kernels on the whole model; full: the whole model after each pass,"
             " which takes minutes and the model twice in float32; layers: a small copy with random weights after each"
-            " pass; none: no check (docs/debugging.md).",
+            " pass; none: no check. `inferc inspect OUT --json` shows the certificate that results.",
         ),
     ] = "auto",
     allow_drift: Annotated[
@@ -186,7 +184,7 @@ def compile_model(
             metavar="MODULE:NAME",
             help="Your own compiler pass: a Python module and an object in it, or FILE.py:NAME; may be repeated. It"
             " runs after the pass split_head, when nearly all fusions are done, unless it asks for another place"
-            " (docs/extending.md).",
+            " (inferc.extend holds what a pass needs).",
         ),
     ] = None,
     tp: Annotated[
@@ -225,7 +223,7 @@ def compile_model(
 ) -> None:
     """Compile MODEL into the artifact OUT.
 
-    With --tp, --pp or --ep the artifact holds a program for each rank (docs/parallel.md).
+    With --tp, --pp or --ep the artifact holds a program for each rank.
     """
     from inferc.config import CompileConfig, from_dict
 
