@@ -25,6 +25,7 @@ from typing import Any
 from measured import ROOT, report
 
 from inferc.cost.machine import measure_read
+from inferc.system.collection import exit_uncollected, uncollected
 from inferc.system.resources import available_cores
 
 SHIPPED, SHAPE = ROOT / "examples" / "models" / "tiny-llama", "qwen3-0.6b"
@@ -32,10 +33,11 @@ GB = 1e9
 
 
 def compile_here(model: str, out: str, options: dict[str, Any]) -> dict[str, float]:
-    """Compile in this process; return the seconds of each stage, in order."""
+    """Compile in this process as `inferc compile` does; return the seconds of each stage, in order."""
     start = time.perf_counter()
-    from inferc.compiler.build import compile
-    from inferc.config import CompileConfig
+    with uncollected(freeze=True):
+        from inferc.compiler.build import compile
+        from inferc.config import CompileConfig
 
     marks = [("import", start)]
 
@@ -94,6 +96,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
+        exit_uncollected()
         model, out, config = options.worker
         print(json.dumps(compile_here(model, out, json.loads(config))))
         return
