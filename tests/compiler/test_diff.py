@@ -17,7 +17,7 @@ import inferc
 from inferc.cli import diff as cli_diff
 from inferc.compiler import diff as diff_lib
 from inferc.compiler.build import compile
-from inferc.compiler.diff import diff
+from inferc.compiler.diff import Comparison, Distance, LogitsError, diff
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, RequestError
 from inferc.runtime.artifact.load import load_artifact
@@ -28,10 +28,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 FAMILY_NAMES = ["qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3", "olmo2", "granite", "cohere", "opt"]
 
 
-def run(artifact: Path, model: Path, params: SamplingParams = GREEDY, **options: Any) -> dict[str, Any]:
+def run(artifact: Path, model: Path, params: SamplingParams = GREEDY, **options: Any) -> Comparison:
     result = diff(load_artifact(artifact), str(model), PROMPT, params, options, lambda stage: None)
-    json.dumps(result)
+    json.dumps(result.to_json())
     return result
+
+
+def relative(error: Distance | LogitsError | None) -> float:
+    """The relative error, which is there and finite."""
+    assert error is not None and error.relative_error is not None
+    return error.relative_error
 
 
 @pytest.fixture
@@ -48,21 +54,21 @@ def changed(tiny_llama_folder: Path, tmp_path: Path) -> Path:
 
 def test_the_engine_is_the_model_in_every_layer(tiny_artifact: Path, tiny_llama_folder: Path) -> None:
     result = run(tiny_artifact, tiny_llama_folder, max_num_batched_tokens=16)
-    assert result["ok"] and not result["reason"] and result["parts_at"] is None
-    assert result["tokens"]["engine"] == result["tokens"]["reference"] and result["tokens"]["first_difference"] is None
-    (row,) = result["logits"]
-    assert (row["of"], row["to"], row["top1_agreement"]) == ("engine", "float32", 1.0)
-    assert row["relative_error"] < 1e-5 and row["first_top1_difference"] is None
-    assert [(each["layer"], each["rows"]) for each in result["layers"]] == [(0, 45), (1, 6)]
-    assert all(each["engine_to_model"]["relative_error"] < 1e-5 for each in result["layers"])
+    assert result.ok and not result.reason and result.parts_at is None
+    assert result.tokens.engine == result.tokens.reference and result.tokens.first_difference is None
+    (row,) = result.logits
+    assert (row.of, row.to, row.top1_agreement) == ("engine", "float32", 1.0)
+    assert relative(row) < 1e-5 and row.first_top1_difference is None
+    assert [(each.layer, each.rows) for each in result.layers] == [(0, 45), (1, 6)]
+    assert all(relative(each.engine_to_model) < 1e-5 for each in result.layers)
 
 
 def test_the_layer_where_numbers_part_is_named(
     tiny_artifact: Path, changed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run(tiny_artifact, changed)
-    assert result["ok"] is False and "allowed 1e-05" in result["reason"] and result["parts_at"] == 1
-    assert [each["parts"] for each in result["layers"]] == [False, True]
+    assert result.ok is False and "allowed 1e-05" in result.reason and result.parts_at == 1
+    assert [each.parts for each in result.layers] == [False, True]
     cli_diff._show(result)
     shown = capsys.readouterr().out
     assert [line.split()[:2] for line in shown.splitlines() if "< parts here" in line] == [["layer", "1"]]
@@ -111,14 +117,14 @@ def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_float32_judges_bfloat16(bfloat16: tuple[Path, Path]) -> None:
     result = run(*bfloat16)
-    assert result["ok"] is True and result["parts_at"] is None
-    assert [(row["of"], row["to"]) for row in result["logits"]] == [
+    assert result.ok is True and result.parts_at is None
+    assert [(row.of, row.to) for row in result.logits] == [
         ("engine", "bfloat16"),
         ("engine", "float32"),
         ("bfloat16", "float32"),
     ]
-    for row in result["layers"]:
-        ours, own = row["engine_to_float32"]["relative_error"], row["model_to_float32"]["relative_error"]
+    for row in result.layers:
+        ours, own = relative(row.engine_to_float32), relative(row.model_to_float32)
         assert 0 < ours < 2 * own
 
 
@@ -127,7 +133,7 @@ def test_without_room_for_float32_nothing_judges(
 ) -> None:
     monkeypatch.setattr(diff_lib, "available_memory_bytes", lambda: 1000)
     result = run(*bfloat16)
-    assert result["ok"] is None and "no float32 model fits" in result["reason"] and len(result["logits"]) == 1
+    assert result.ok is None and "no float32 model fits" in result.reason and len(result.logits) == 1
     cli_diff._show(result)
     assert "not judged against the artifact's budget" in capsys.readouterr().out
 
@@ -139,10 +145,10 @@ def test_every_layer_of_a_family_is_compared(name: str, tmp_path: Path) -> None:
     model = make_random_model(family.model_type(name), tmp_path / "model", "float32", **family.fields)
     compile(model, tmp_path / "artifact", CompileConfig(certify="none", target="reference"))
     result = run(tmp_path / "artifact", model)
-    assert result["ok"] is True
+    assert result.ok is True
     count = load_artifact(tmp_path / "artifact").model.num_attention_layers
-    assert [row["layer"] for row in result["layers"]] == list(range(count))
-    assert all(row["engine_to_model"]["relative_error"] < 1e-5 for row in result["layers"])
+    assert [row.layer for row in result.layers] == list(range(count))
+    assert all(relative(row.engine_to_model) < 1e-5 for row in result.layers)
 
 
 @pytest.mark.slow
@@ -151,5 +157,5 @@ def test_a_lossy_artifact_has_its_schemes_budget(options: dict[str, Any], tmp_pa
     model = make_random_model("qwen3", tmp_path / "model", "bfloat16", **FAMILIES["qwen3"].fields)
     compile(model, tmp_path / "artifact", CompileConfig(certify="none", **options))
     result = run(tmp_path / "artifact", model)
-    assert result["ok"] is True, result["reason"]
-    assert len(result["layers"]) == 2
+    assert result.ok is True, result.reason
+    assert len(result.layers) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,7 @@ from inferc.errors import ConfigError
 from inferc.system.collection import uncollected
 
 if TYPE_CHECKING:
+    from inferc.compiler.diff import Comparison
     from inferc.runtime.artifact.load import Artifact
     from inferc.runtime.step.sampling_params import SamplingParams
 
@@ -73,10 +74,10 @@ def diff(
 
         result = diff_(artifact, reference, ids, params, options, lambda stage: report(stage, 0, 1))
     if as_json:
-        print_json(result)
+        print_json(result.to_json())
     else:
         _show(result)
-    return 1 if result["ok"] is False else 0
+    return 1 if result.ok is False else 0
 
 
 def _asked(artifact: Artifact, prompt: str, max_tokens: int) -> tuple[list[int], SamplingParams]:
@@ -99,33 +100,33 @@ def _recorded(file: Path, wanted: str | None) -> tuple[list[int], SamplingParams
     return request.prompt, params, recording.header.identity.kv_evict
 
 
-def _show(result: dict[str, Any]) -> None:
-    tokens = result["tokens"]
-    count, first = len(tokens["engine"]), tokens["first_difference"]
-    if tokens["reference"] is None:
+def _show(result: Comparison) -> None:
+    tokens = result.tokens
+    count, first = len(tokens.engine), tokens.first_difference
+    if tokens.reference is None:
         say(f"tokens    {count} of the engine, sampled: the model finds none of its own")
     elif first is None:
         say(f"tokens    {count} of {count} equal")
     else:
-        ours, theirs = tokens["engine"][first], tokens["reference"][first]
+        ours, theirs = tokens.engine[first], tokens.reference[first]
         say(f"tokens    {first} of {count} equal; then the engine has {ours}, the model {theirs}")
     say(f"\n{'logits':26}{'max abs':>11}{'relative':>11}{'chosen':>11}{'KL':>11}{'top-1':>8}  first other top-1")
-    for row in result["logits"]:
-        cells = "".join(cell(row[name]) for name in ("max_abs_error", "relative_error", "chosen_max_abs_error", "kl"))
-        first = row["first_top1_difference"]
+    for error in result.logits:
+        figures = (error.max_abs_error, error.relative_error, error.chosen_max_abs_error, error.kl)
+        first = error.first_top1_difference
         where = "" if first is None else f"new token {first}"
-        say(f"{row['of'] + ' to ' + row['to']:26}{cells}{row['top1_agreement']:8.1%}  {where}")
-    has_judge = any("engine_to_float32" in row for row in result["layers"])
-    dtype = result["dtype"]
+        say(f"{error.of + ' to ' + error.to:26}{''.join(map(cell, figures))}{error.top1_agreement:8.1%}  {where}")
+    has_judge = any(each.engine_to_float32 is not None for each in result.layers)
+    dtype = result.dtype
     judged = f"{'engine to float32':>21}{dtype + ' to float32':>24}" if has_judge else ""
     say(f"\n{'hidden state':14}{'engine to ' + dtype + ': max abs, relative':>44}{judged}")
-    for row in result["layers"]:
-        own = "".join(cell(row["engine_to_model"][name]) for name in ("max_abs_error", "relative_error"))
+    for each in result.layers:
+        own = cell(each.engine_to_model.max_abs_error) + cell(each.engine_to_model.relative_error)
         cells = f"{own:>44}"
-        if has_judge:
-            cells += f"{cell(row['engine_to_float32']['relative_error']):>21}"
-            cells += f"{cell(row['model_to_float32']['relative_error']):>24}"
-        mark = "  < parts here" if row["layer"] == result["parts_at"] else ""
-        say(f"layer {row['layer']:<8}{cells}{mark}")
-    verdict = {True: "within", False: "beyond", None: "not judged against"}[result["ok"]]
-    say(f"\n{verdict} the artifact's budget" + (f": {result['reason']}" if result["reason"] else ""))
+        if each.engine_to_float32 is not None and each.model_to_float32 is not None:
+            cells += f"{cell(each.engine_to_float32.relative_error):>21}"
+            cells += f"{cell(each.model_to_float32.relative_error):>24}"
+        mark = "  < parts here" if each.layer == result.parts_at else ""
+        say(f"layer {each.layer:<8}{cells}{mark}")
+    verdict = {True: "within", False: "beyond", None: "not judged against"}[result.ok]
+    say(f"\n{verdict} the artifact's budget" + (f": {result.reason}" if result.reason else ""))

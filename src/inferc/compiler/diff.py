@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 import inferc
@@ -62,6 +64,68 @@ class Reference:
     layers: list[Tensor]
 
 
+# The comparison and its parts: the order of their fields is that of the keys in the JSON of `inferc diff`.
+
+
+class TokenComparison(Struct, frozen=True):
+    """The engine's new tokens and the model's own greedy ones, which are None for a request that is sampled."""
+
+    engine: list[int]
+    reference: list[int] | None
+    first_difference: int | None  # an index of both
+
+
+class LogitsError(Struct, frozen=True):
+    """The errors of the logits of the answer's tokens against a reference's; one is None if it is not finite."""
+
+    of: str  # "engine" or a dtype, whose logits are measured
+    to: str  # the dtype of the model that they are measured against
+    max_abs_error: float | None
+    relative_error: float | None
+    chosen_max_abs_error: float | None  # the largest error of the log probability of a token of the answer
+    kl: float | None  # the mean over positions
+    top1_agreement: float
+    first_top1_difference: int | None  # an index of the answer's tokens
+
+
+class Distance(Struct, frozen=True):
+    """The distance of values from a reference's; a figure is None if it is not finite."""
+
+    max_abs_error: float | None
+    relative_error: float | None
+
+
+class LayerError(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The distances of a layer's output; those from float32 are None where no run in float32 judges the dtype."""
+
+    layer: int
+    values: list[str]  # the names of the nodes whose sum is the output
+    rows: int
+    engine_to_model: Distance
+    engine_to_float32: Distance | None = None
+    model_to_float32: Distance | None = None
+    parts: bool  # whether the layer counts as differing (see PARTS)
+
+
+class Comparison(Struct, frozen=True):
+    """The comparison of a request's numbers on the engine and on the model.
+
+    ok: whether the engine is within the artifact's budget, or None where nothing can judge; `reason` says why not.
+    """
+
+    ok: bool | None
+    reason: str
+    dtype: str
+    prompt_tokens: int
+    tokens: TokenComparison
+    logits: list[LogitsError]
+    layers: list[LayerError]
+    parts_at: int | None  # the first layer that differs
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(msgspec.to_builtins(self))
+
+
 def diff(
     artifact: Artifact,
     model: str,
@@ -69,11 +133,9 @@ def diff(
     params: SamplingParams,
     options: Mapping[str, Any],
     report: Report,
-) -> dict[str, Any]:
-    """Compare a request's numbers on the engine and on the model, and return the comparison as JSON.
+) -> Comparison:
+    """Compare a request's numbers on the engine and on the model.
 
-    Its keys are `ok` (None where there is nothing to judge by), `reason`, `dtype`, `prompt_tokens`, `tokens`, `logits`,
-    `layers` and `parts_at` (the first layer that differs).
     options: fields of EngineConfig. Raises ConfigError for a model that is not the artifact's, and whatever taps and
     models raise.
     """
@@ -96,22 +158,22 @@ def diff(
     del hugging
     wide = own if dtype == "float32" else _judge(artifact, checkpoint, found.ids, report)
     ok, reason = _verdict(artifact, found, own, wide)
-    layers = list(_layer_rows(found, own, wide, outputs))
+    layers = list(_layer_errors(found, own, wide, outputs))
     names = {"engine": found.logits, dtype: own.logits[found.sampled]}
-    rows = [_logits_row(found, "engine", names["engine"], dtype, names[dtype])]
+    errors = [_logits_error(found, "engine", names["engine"], dtype, names[dtype])]
     if wide is not None and wide is not own:
         judge = wide.logits[found.sampled]
-        rows += [_logits_row(found, name, logits, "float32", judge) for name, logits in names.items()]
-    return {
-        "ok": ok,
-        "reason": reason,
-        "dtype": dtype,
-        "prompt_tokens": found.prompt_len,
-        "tokens": _token_rows(found.ids[found.prompt_len :], greedy),
-        "logits": rows,
-        "layers": layers,
-        "parts_at": next((row["layer"] for row in layers if row["parts"]), None),
-    }
+        errors += [_logits_error(found, name, logits, "float32", judge) for name, logits in names.items()]
+    return Comparison(
+        ok=ok,
+        reason=reason,
+        dtype=dtype,
+        prompt_tokens=found.prompt_len,
+        tokens=_compare_tokens(found.ids[found.prompt_len :], greedy),
+        logits=errors,
+        layers=layers,
+        parts_at=next((each.layer for each in layers if each.parts), None),
+    )
 
 
 def check_same(artifact: Artifact, checkpoint: Checkpoint) -> None:
@@ -266,51 +328,59 @@ def _budget(artifact: Artifact) -> Budget | None:
     return together(lossy) if lossy else None
 
 
-# -------------------------------------------------------------------------------------------------- rows
+# ------------------------------------------------------------------------------------------------ errors
 
 
-def _token_rows(engine: list[int], greedy: list[int] | None) -> dict[str, Any]:
+def _compare_tokens(engine: list[int], greedy: list[int] | None) -> TokenComparison:
     first = None
     if greedy is not None:
         first = next((at for at, pair in enumerate(zip(engine, greedy, strict=True)) if pair[0] != pair[1]), None)
-    return {"engine": engine, "reference": greedy, "first_difference": first}
+    return TokenComparison(engine, greedy, first)
 
 
-def _logits_row(found: Found, name: str, logits: Tensor, to: str, reference: Tensor) -> dict[str, Any]:
+def _logits_error(found: Found, name: str, logits: Tensor, to: str, reference: Tensor) -> LogitsError:
     """Return how far the logits of the answer's tokens are from a reference's."""
     found_drift = drift.measure([logits], [reference])
     answer = torch.tensor(found.ids[found.prompt_len :])[:, None]
     ours, theirs = (each.double().log_softmax(-1).gather(1, answer) for each in (logits, reference))
     differs = (logits.argmax(-1) != reference.argmax(-1)).nonzero().flatten().tolist()
-    return {
-        "of": name,
-        "to": to,
-        "max_abs_error": drift.figure(found_drift.max_abs_error),
-        "relative_error": drift.figure(found_drift.relative_error),
-        "chosen_max_abs_error": drift.figure(float((ours - theirs).abs().max())),
-        "kl": drift.figure(float(found_drift.kl.mean())),
-        "top1_agreement": round(found_drift.top1_agreement, 4),
-        "first_top1_difference": differs[0] if differs else None,
-    }
+    return LogitsError(
+        of=name,
+        to=to,
+        max_abs_error=drift.figure(found_drift.max_abs_error),
+        relative_error=drift.figure(found_drift.relative_error),
+        chosen_max_abs_error=drift.figure(float((ours - theirs).abs().max())),
+        kl=drift.figure(float(found_drift.kl.mean())),
+        top1_agreement=round(found_drift.top1_agreement, 4),
+        first_top1_difference=differs[0] if differs else None,
+    )
 
 
-def _layer_rows(
+def _layer_errors(
     found: Found, own: Reference, wide: Reference | None, outputs: Mapping[int, tuple[Node, ...]]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[LayerError]:
     for layer, (positions, values) in found.layers.items():
         theirs = own.layers[layer][positions]
-        row: dict[str, Any] = {"layer": layer, "values": [node.name for node in outputs[layer]], "rows": len(positions)}
         to_own = _distance(values, theirs)
-        row["engine_to_model"], limit, off = to_own, PARTS_FLOOR, to_own["relative_error"]
+        ours_to_judge = theirs_to_judge = None
+        off: float | None = to_own.relative_error
+        limit: float | None = PARTS_FLOOR
         if wide is not None and wide is not own:
             judge = wide.layers[layer][positions]
-            row["engine_to_float32"], row["model_to_float32"] = _distance(values, judge), _distance(theirs, judge)
-            off, limit = row["engine_to_float32"]["relative_error"], row["model_to_float32"]["relative_error"]
-        row["parts"] = off is None or limit is None or off > max(PARTS_FLOOR, PARTS * limit)
-        yield row
+            ours_to_judge, theirs_to_judge = _distance(values, judge), _distance(theirs, judge)
+            off, limit = ours_to_judge.relative_error, theirs_to_judge.relative_error
+        yield LayerError(
+            layer=layer,
+            values=[node.name for node in outputs[layer]],
+            rows=len(positions),
+            engine_to_model=to_own,
+            engine_to_float32=ours_to_judge,
+            model_to_float32=theirs_to_judge,
+            parts=off is None or limit is None or off > max(PARTS_FLOOR, PARTS * limit),
+        )
 
 
-def _distance(values: Tensor, reference: Tensor) -> dict[str, float | None]:
+def _distance(values: Tensor, reference: Tensor) -> Distance:
     error = values.double() - reference.double()
     relative = float(error.norm()) / max(float(reference.double().norm()), 1e-30)
-    return {"max_abs_error": drift.figure(float(error.abs().max())), "relative_error": drift.figure(relative)}
+    return Distance(drift.figure(float(error.abs().max())), drift.figure(relative))
