@@ -195,7 +195,7 @@ def main() -> None:
         make_model(options.shape, model, None, None, "bfloat16", Console(stderr=True))
         length = max(options.tokens, options.context) + 256
         compile(model, artifact, CompileConfig(certify="none", quantize=options.quantize, max_model_len=length))
-        bytes_per_token = int(inspect_artifact(artifact)["kv_bytes_per_token"])
+        bytes_per_token = int(inspect_artifact(artifact).kv_bytes_per_token)
         read = measure_read(available_cores())
         result = {
             "shape": options.shape,

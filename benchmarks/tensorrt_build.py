@@ -70,20 +70,21 @@ def built(model: str, target: str, scheme: Any) -> tuple[dict[str, Any], float]:
         start = time.perf_counter()
         compile(ROOT / "examples" / "models" / model, out, config)
         taken = time.perf_counter() - start
-        facts = inspect_artifact(out)
-        of_plans = facts["tensorrt"]
-        plans = of_plans.get("plans") or [of_plans]
+        of_plans = inspect_artifact(out).tensorrt
+        assert of_plans is not None, "the artifact is for TensorRT"
+        plans, whole = of_plans.plans or [], (of_plans.plan_bytes or 0, of_plans.layers or {})
+        sizes = [(each.plan_bytes, each.layers) for each in plans] or [whole]
         layers: dict[str, int] = defaultdict(int)
-        for plan in plans:
-            for kind, count in plan["layers"].items():
+        for _, kinds in sizes:
+            for kind, count in kinds.items():
                 layers[kind] += count
         row = {
             "model": model,
             "target": target,
             "scheme": scheme or "bfloat16",
-            "package": f"{of_plans['package']} {of_plans['version']}",
-            "num_plans": len(plans),
-            "plan_bytes": sum(plan["plan_bytes"] for plan in plans),
+            "package": f"{of_plans.package} {of_plans.version}",
+            "num_plans": len(sizes),
+            "plan_bytes": sum(num_bytes for num_bytes, _ in sizes),
             "weights_bytes": sum(path.stat().st_size for path in out.glob("*.safetensors")),
             "layers": dict(layers),
         }

@@ -26,7 +26,7 @@ from inferc.runtime.artifact.inspect import inspect_artifact
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.artifact.sign import sign_artifact
 from inferc.runtime.engine.llm import LLM
-from inferc.signature import PublicKey, new_key, read_private_key, read_trusted_keys
+from inferc.signature import PublicKey, SignatureFacts, new_key, read_private_key, read_trusted_keys
 
 
 @pytest.fixture
@@ -46,12 +46,19 @@ def trusted(key: Path) -> Path:
     return key.with_name("release.key.pub")
 
 
+def signature_of(artifact: Path) -> SignatureFacts:
+    """The facts about the artifact's signature, which must be there."""
+    facts = inspect_artifact(artifact).signature
+    assert facts is not None
+    return facts
+
+
 def test_what_a_trusted_key_signed_is_loaded(copied: Path, key: Path, trusted: Path) -> None:
     signer = sign_artifact(copied, read_private_key(key))
     artifact = load_artifact(copied, trusted_keys=trusted)
     assert {each.algorithm for each in artifact.sums.values()} == {"sha256"}
     artifact.verify_weights().wait()
-    assert inspect_artifact(copied)["signature"] == {"keys": [signer.fingerprint], "is_current": True}
+    assert inspect_artifact(copied).signature == SignatureFacts([signer.fingerprint], is_current=True)
     assert load_artifact(copied).manifest == artifact.manifest, "who trusts nobody in particular loads it as ever"
 
 
@@ -61,7 +68,7 @@ def test_what_nobody_signed_is_refused(copied: Path, trusted: Path) -> None:
     ) as error:
         load_artifact(copied, trusted_keys=trusted)
     assert error.value.exit_code == 2
-    assert inspect_artifact(copied)["signature"] is None
+    assert inspect_artifact(copied).signature is None
 
 
 def test_what_somebody_else_signed_is_refused_by_the_fingerprint(copied: Path, trusted: Path, tmp_path: Path) -> None:
@@ -78,7 +85,7 @@ def test_a_manifest_that_was_changed_and_sealed_anew_is_refused(copied: Path, ke
     load_artifact(copied)  # it is whole
     with pytest.raises(ArtifactError, match=r"was changed after SHA256:.* \(release team\) signed it"):
         load_artifact(copied, trusted_keys=trusted)
-    assert inspect_artifact(copied)["signature"]["is_current"] is False
+    assert signature_of(copied).is_current is False
 
 
 @pytest.mark.parametrize("suffix", [".so", ".jinja", "tokenizer.json", "program.json"])
@@ -149,12 +156,12 @@ def test_several_keys_may_sign_the_same(copied: Path, key: Path, trusted: Path, 
     ours = sign_artifact(copied, read_private_key(key))
     for _ in range(2):
         sign_artifact(copied, read_private_key(tmp_path / "other.key"))
-    assert inspect_artifact(copied)["signature"]["keys"] == [ours.fingerprint, other.fingerprint]
+    assert signature_of(copied).keys == [ours.fingerprint, other.fingerprint]
     for each in (trusted, tmp_path / "other.key.pub"):
         load_artifact(copied, trusted_keys=each)
     rewrite_manifest(copied, producer="inferc of another day")
     sign_artifact(copied, read_private_key(key))
-    assert inspect_artifact(copied)["signature"]["keys"] == [ours.fingerprint], "of what is there now"
+    assert signature_of(copied).keys == [ours.fingerprint], "of what is there now"
 
 
 def test_a_damaged_artifact_is_not_signed(copied: Path, key: Path) -> None:

@@ -56,6 +56,13 @@ class Envelope(Struct, frozen=True):
     signatures: Annotated[list[EnvelopeSignature], Meta(min_length=1, max_length=100)]
 
 
+class SignatureFacts(Struct, frozen=True):
+    """The facts about a signature: the fingerprints of its keys, and whether it is of the present engine.json."""
+
+    keys: list[str]
+    is_current: bool
+
+
 @dataclass(frozen=True)
 class PublicKey:
     """A key that signatures are checked by; `comment` says whose it is, as in the key's line."""
@@ -235,17 +242,16 @@ def read_envelope(folder: Path) -> Envelope | None:
     return envelope
 
 
-def signature_facts(folder: Path, manifest: bytes) -> dict[str, Any] | None:
+def signature_facts(folder: Path, manifest: bytes) -> SignatureFacts | None:
     """Return what an artifact says of its signature, or None where it has none.
 
-    Without a trusted key this proves nothing. is_current: whether the signature is of this engine.json. Raises
-    ArtifactError for a damaged signature.
+    Without a trusted key this proves nothing. Raises ArtifactError for a damaged signature.
     """
     envelope = read_envelope(folder)
     if envelope is None:
         return None
     is_current = statement_of(folder, envelope).engine_json_sha256 == hashlib.sha256(manifest).hexdigest()
-    return {"keys": [each.keyid for each in envelope.signatures], "is_current": is_current}
+    return SignatureFacts([each.keyid for each in envelope.signatures], is_current)
 
 
 def statement_of(folder: Path, envelope: Envelope) -> Statement:

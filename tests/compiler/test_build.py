@@ -218,7 +218,7 @@ def test_an_artifact_is_replaced(reference_artifact: Path, module: Any, tmp_path
     config = CompileConfig(target="reference", certify="none", dtype="bfloat16", max_model_len=64)
     compile(module, out, config)
     facts = inspect_artifact(out)
-    assert (facts["config"]["dtype"], facts["config"]["max_model_len"]) == ("bfloat16", 64)
-    assert facts["model"]["max_model_len"] == 64
+    assert (facts.config.dtype, facts.config.max_model_len) == ("bfloat16", 64)
+    assert facts.model.max_model_len == 64
     assert not load_artifact(out).tokenizer.has_tokenizer
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

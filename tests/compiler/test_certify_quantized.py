@@ -83,7 +83,7 @@ def test_experts_with_biases_and_with_scaled_inputs(family: str, scheme: str, tm
     assert rows["kernels"]["kl"] == pytest.approx(rows["quantize"]["kl"], rel=0.1)
     assert rows["kernels"]["relative_error"] == pytest.approx(rows["quantize"]["relative_error"], rel=0.1)
     kind = {"int4": "w4a8", "w8a8": "w8a8"}[scheme]
-    assert f"cpp.moe_experts_{kind}.float32" in {each["name"] for each in inspect_artifact(tmp_path / "out")["kernels"]}
+    assert f"cpp.moe_experts_{kind}.float32" in {each.name for each in inspect_artifact(tmp_path / "out").kernels}
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def test_any_schedule_gives_the_same_bits(artifact: Path, alone: dict[int, Bits]
     threads = data.draw(st.integers(1, 3), label="threads")
     spare = data.draw(st.integers(0, 12), label="spare blocks")
     blocks = -(-(max(lengths) + NEW_TOKENS) // 32) + 1 + spare
-    block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    block_bytes = 32 * int(inspect_artifact(artifact).kv_bytes_per_token)
     bits, _ = run(
         artifact,
         [prompt(length) for length in lengths],
@@ -101,7 +101,7 @@ def test_any_schedule_gives_the_same_bits(artifact: Path, alone: dict[int, Bits]
 
 def test_preemption_gives_the_same_bits(artifact: Path) -> None:
     prompts = [prompt(length) for length in (16, 14, 10, 7, 5, 1)]  # a block each at first, two at the end
-    block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    block_bytes = 32 * int(inspect_artifact(artifact).kv_bytes_per_token)
     sizes = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "kv_memory_bytes": 8 * block_bytes}
     bits, stats = run(artifact, prompts, 45, **sizes, overcommit=True)
     assert stats.num_preemptions > 0
@@ -124,7 +124,7 @@ def test_what_attention_chose_gives_the_same_bits(artifact: Path) -> None:
     prompts = [prompt(length) for length in (560, 505, 40)]
     alone = [run(artifact, [ids], kv_evict="heavy-hitters:200", num_threads=1)[0][0] for ids in prompts]
     assert alone[:2] != [run(artifact, [ids])[0][0] for ids in prompts[:2]]
-    block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    block_bytes = 32 * int(inspect_artifact(artifact).kv_bytes_per_token)
     sizes = {"kv_memory_bytes": 18 * block_bytes, "max_num_batched_tokens": 50, "max_num_seqs": 3, "num_threads": 2}
     bits, stats = run(artifact, prompts, kv_evict="heavy-hitters:200", overcommit=True, **sizes)
     assert bits == alone and stats.num_preemptions > 0
@@ -134,7 +134,7 @@ def test_what_lies_on_disk_gives_the_same_bits(artifact: Path, tmp_path: Path) -
     """The blocks are those of an earlier run, and of a sequence of which the arena holds two blocks of five."""
     prompts = [prompt(length) for length in (110, 75, 40)]
     alone = [run(artifact, [ids], 35, num_threads=1)[0][0] for ids in prompts]
-    block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    block_bytes = 32 * int(inspect_artifact(artifact).kv_bytes_per_token)
     sizes = {"kv_memory_bytes": 3 * block_bytes, "max_num_batched_tokens": 16, "max_num_seqs": 2}
     bits, stats = run(artifact, prompts, 35, kv_disk=str(tmp_path), kv_disk_bytes=100 * block_bytes, **sizes)
     assert bits == alone and stats.num_spilled > 0 and stats.num_stored >= 9
@@ -145,7 +145,7 @@ def test_what_lies_on_disk_gives_the_same_bits(artifact: Path, tmp_path: Path) -
 
 def test_a_swapped_sequence_gives_the_same_bits(artifact: Path, tmp_path: Path) -> None:
     prompts = [prompt(length) for length in (75, 70, 40, 16)]
-    block_bytes = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    block_bytes = 32 * int(inspect_artifact(artifact).kv_bytes_per_token)
     sizes: dict[str, Any] = {"max_num_batched_tokens": 96, "kv_memory_bytes": 8 * block_bytes}
     disk: dict[str, Any] = {"kv_disk": str(tmp_path), "kv_disk_bytes": 100 * block_bytes}
     engine = load_engine(artifact, max_num_seqs=4, overcommit=True, **sizes, **disk)

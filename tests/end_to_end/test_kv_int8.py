@@ -47,7 +47,7 @@ def test_the_kernels_do_what_the_oracle_does(name: str, tmp_path: Path) -> None:
     rounding = size(expected - plain)
     assert 1e-5 < rounding / size(plain) < 0.05
     assert size(found - expected) < 0.1 * rounding
-    assert {group["dtype"] for group in inspect_artifact(tmp_path / "out")["kv_groups"]} == {"int8"}
+    assert {group.dtype for group in inspect_artifact(tmp_path / "out").kv_groups} == {"int8"}
 
 
 def oracle(folder: Path, kv_dtype: str) -> Tensor:
@@ -68,7 +68,7 @@ def test_the_shipped_model(scheme: Any, tmp_path: Path) -> None:
     certificate = compile(SHIPPED / "tiny-llama", tmp_path / "out", config).certificate
     assert certificate is not None and certificate["ok"]
     assert set(certificate["budgets"]) >= {"kv_int8", *([scheme] if scheme else [])}
-    assert inspect_artifact(tmp_path / "out")["kv_bytes_per_token"] == 6 * 2 * 2 * (64 + 4)
+    assert inspect_artifact(tmp_path / "out").kv_bytes_per_token == 6 * 2 * 2 * (64 + 4)
     with inferc.LLM(tmp_path / "out", max_num_batched_tokens=64) as llm:
         params = inferc.SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
         (result,) = llm.generate(["def add(a, b):\n    return"], params)

@@ -53,7 +53,7 @@ def test_dynamic_is_that_of_the_longest_sequence(tmp_path: Path) -> None:
     found = torch.tensor(score.logprobs, dtype=torch.float32)
     torch.testing.assert_close(found, expected.gather(1, token_ids[1:, None])[:, 0], rtol=1e-4, atol=1e-4)
     assert score.argmax == expected.argmax(-1).tolist()
-    (record,) = inspect_artifact(tmp_path / "out")["model"]["rope"]
+    (record,) = inspect_artifact(tmp_path / "out").model.rope
     assert (record["kind"], record["max_model_len"], record["differs_up_to"]) == ("dynamic", MAX_MODEL_LEN, ORIGINAL)
 
 

@@ -58,7 +58,7 @@ def test_tokens_are_those_of_the_same_ops_on_the_cpu(model: str, quantize: Any, 
     assert gpu.calls["cuMemAlloc"] > 0
     artifact = load_artifact(tmp_path / "gpu")
     assert artifact.block_size == 256, "rows begin at whole alignments"
-    kernels = {each["name"] for each in inspect_artifact(tmp_path / "gpu")["kernels"]}
+    kernels = {each.name for each in inspect_artifact(tmp_path / "gpu").kernels}
     assert "onnx.dense_write_attention" in kernels and "onnx.moe_experts_int4" not in kernels
     types = {
         each.name: each.type.tensor_type.elem_type

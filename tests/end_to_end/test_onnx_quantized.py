@@ -48,7 +48,7 @@ def test_shipped_models(model: str, scheme: str, tmp_path: Path) -> None:
         row = rows[name]
         assert row["ok"] and row["kl"] <= SCHEMES[scheme].max_kl and row["top1_agreement"] >= SCHEMES[scheme].min_top1
     assert rows["kernels"]["ran_by"].startswith("onnxruntime ")
-    kernels = {each["name"] for each in inspect_artifact(out)["kernels"]}
+    kernels = {each.name for each in inspect_artifact(out).kernels}
     assert f"onnx.{PRODUCTS.get(scheme, 'linear_int4')}" in kernels
     assert f"onnx.embedding_int8{'' if scheme == 'int8' else '_columns'}" in kernels
     if model == "tiny-moe":
@@ -78,7 +78,7 @@ def test_families(name: str, scheme: str, tmp_path: Path) -> None:
     rows = {row["name"]: row for row in summary.certificate["rows"]}
     # A router of random weights tips where rows are rounded that the references do not round.
     is_mixture = any(
-        "moe" in each["name"] or "experts" in each["name"] for each in inspect_artifact(tmp_path / "out")["kernels"]
+        "moe" in each.name or "experts" in each.name for each in inspect_artifact(tmp_path / "out").kernels
     )
     most = 3.0 if is_mixture else 1.5
     assert rows["kernels"]["relative_error"] < most * rows["quantize"]["relative_error"] + 0.02, rows

@@ -83,7 +83,7 @@ def check_every_engine(artifact: Path, prompts: list[list[int]], expected: list[
 def kv_block_bytes(artifact: Path) -> int:
     from inferc.runtime.artifact.inspect import inspect_artifact
 
-    return 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    return 32 * int(inspect_artifact(artifact).kv_bytes_per_token)
 
 
 # Of the others test_families.py compares tokens too, with one engine.

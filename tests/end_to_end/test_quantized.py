@@ -56,11 +56,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def ops_of(artifact: Path) -> set[str]:
-    return {kernel["op"] for kernel in inspect_artifact(artifact)["kernels"]}
+    return {kernel.op for kernel in inspect_artifact(artifact).kernels}
 
 
 def kernels_of(artifact: Path) -> set[str]:
-    return {kernel["name"] for kernel in inspect_artifact(artifact)["kernels"]}
+    return {kernel.name for kernel in inspect_artifact(artifact).kernels}
 
 
 @pytest.mark.quick("llama")
@@ -149,7 +149,7 @@ def shipped_nll(out: Path, **options: Any) -> float:
 def test_perplexity_of_the_shipped_model(scheme: str, worse: float, tmp_path: Path) -> None:
     before, after = shipped_nll(tmp_path / "plain"), shipped_nll(tmp_path / "quantized", quantize=scheme)
     assert abs(math.exp(after - before) - 1) < worse
-    whole, halved = (inspect_artifact(tmp_path / name)["weights_bytes"] for name in ("plain", "quantized"))
+    whole, halved = (inspect_artifact(tmp_path / name).weights_bytes for name in ("plain", "quantized"))
     assert halved < (0.36 if scheme.startswith("int4") else 0.52) * whole
 
 

@@ -103,7 +103,7 @@ def test_ranks_in_one_process_give_the_models_tokens(name: str, folder: Path, ou
 @pytest.mark.parametrize("name", ["tp2-int8-kv", pytest.param("pp2-int8-kv", marks=slow)])
 def test_ranks_with_a_kv_cache_in_int8(name: str, folder: Path, out: Path) -> None:
     path, whole = artifact(folder, out, name), artifact(folder, out, "int8-kv")
-    assert inspect_artifact(path)["kv_bytes_per_token"] == inspect_artifact(whole)["kv_bytes_per_token"]
+    assert inspect_artifact(path).kv_bytes_per_token == inspect_artifact(whole).kv_bytes_per_token
     assert generated(path) == generated(whole)
 
 
@@ -151,12 +151,12 @@ def test_stages_with_other_windows_share_one_scheduler(tmp_path: Path) -> None:
 def test_what_an_artifact_of_two_ranks_holds(folder: Path, out: Path) -> None:
     path = artifact(folder, out, "tp2")
     facts = inspect_artifact(path)
-    assert [(each["tp_rank"], each["pp_stage"], each["ep_rank"]) for each in facts["programs"]] == [
+    assert [(each.tp_rank, each.pp_stage, each.ep_rank) for each in facts.programs] == [
         (0, 0, 0),
         (1, 0, 0),
     ]
-    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4  # layers, K and V, KV heads, head_dim, bytes
-    assert [each["kv_bytes_per_token"] for each in facts["programs"]] == [256, 256]
+    assert facts.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4  # layers, K and V, KV heads, head_dim, bytes
+    assert [each.kv_bytes_per_token for each in facts.programs] == [256, 256]
     ranks = load_artifact(path).ranks
     # Neither has a number of its own in the code, so one library serves both.
     assert ranks[0].library(ranks[0].isas[0]) == ranks[1].library(ranks[1].isas[0])
@@ -165,8 +165,8 @@ def test_what_an_artifact_of_two_ranks_holds(folder: Path, out: Path) -> None:
         (weight.file, weight.offset) for weight in ranks[1].weights
     }
     assert shared
-    assert sum(each["weights_bytes"] for each in facts["programs"]) > facts["weights_bytes"]
-    passes = [row["name"] for row in facts["passes"]]
+    assert sum(each.weights_bytes for each in facts.programs) > facts.weights_bytes
+    passes = [row.name for row in facts.passes]
     assert passes.index("fuse_moe_routing") < passes.index("partition") < passes.index("pack_projections")
     assert {"graph/tp0", "graph/tp1"} <= {str(Path(name).parent) for name in load_artifact(path).manifest.files}
     shown = run_inferc("inspect", path).stdout
@@ -226,7 +226,7 @@ def test_quantized_experts_of_ranks_are_held_to_their_schemes_budget(scheme: str
     assert summary.certificate["ok"]
     assert "2 ranks" in summary.certificate["rows"][-1]["ran_by"]
     kind = {"int4": "w4a8", "w8a8": "w8a8"}[scheme]
-    names = {kernel["name"] for kernel in inspect_artifact(tmp_path / "out")["kernels"]}
+    names = {kernel.name for kernel in inspect_artifact(tmp_path / "out").kernels}
     assert f"cpp.moe_experts_{kind}.float32" in names
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,7 +22,6 @@ from inferc.cli.common import (
     Json,
     KVEvict,
     MaxBatchedTokens,
-    Out,
     OutOrModel,
     OutputError,
     Threads,
@@ -44,6 +42,7 @@ from inferc.cli.doctor import doctor
 from inferc.cli.explain import explain
 from inferc.cli.generate import chat, generate
 from inferc.cli.habits import OF_CHATTING, OF_GENERATING, OF_SERVERS
+from inferc.cli.inspect import inspect
 from inferc.cli.keys import keys_app
 from inferc.cli.progress import progress
 from inferc.cli.replay import replay
@@ -275,107 +274,7 @@ command(app, "explain")(explain)
 command(app, "sign")(sign)
 
 
-@command(app, "inspect")
-def inspect(out: Out, as_json: Json = False) -> None:
-    """Show what an artifact holds: targets, sizes, KV cache groups, chat format, signature, kernels, certificate."""
-    from inferc.chat_form import form_of
-    from inferc.runtime.artifact.inspect import inspect_artifact
-
-    facts = inspect_artifact(out)
-    if as_json:
-        print_json(facts)
-        return
-    config, model = facts["config"], facts["model"]
-    rows = {
-        "model": f"{model['model_type']}, {config['dtype']}, up to {config['max_model_len']} tokens",
-        "targets": ", ".join(facts["targets"]),
-        "weights": f"{facts['weights_bytes'] / 1e6:.1f} MB{_quantized(model, config['dtype'])}",
-        "arena": f"{facts['arena_bytes'] / 1e6:.1f} MB",
-        "KV cache": f"{facts['kv_bytes_per_token']} bytes a token",
-        **({"chat": str(form_of(facts["chat"]))} if facts["chat"] is not None else {}),
-        "format": f"version {facts['format_version']}, by {facts['producer']}",
-        "signature": _signature(facts["signature"]),
-        **({"passes": ", ".join(config["passes"]) + " (besides inferc's own)"} if config.get("passes") else {}),
-    }
-    for name, value in rows.items():
-        say(f"{name:10}{value}")
-    for rank in facts["programs"] if len(facts["programs"]) > 1 else []:
-        where = "  ".join(
-            f"{name} {rank[key]}"
-            for name, key in (("tp", "tp_rank"), ("pp", "pp_stage"), ("ep", "ep_rank"))
-            if config[name] > 1
-        )
-        sizes = f"{rank['weights_bytes'] / 1e6:.1f} MB of weights, {rank['arena_bytes'] / 1e6:.1f} MB arena"
-        say(f"  {where:14}{sizes}, {rank['kv_bytes_per_token']} KV bytes a token")
-    for group in facts["kv_groups"]:
-        reach = f"{group['kind']} {group['window']}" if group["window"] else group["kind"]
-        count = group["num_kv_heads"]
-        each = " on each rank" if len(facts["programs"]) > 1 else ""
-        scaled = " with a float32 scale" if group["dtype"] == "int8" else ""
-        heads = f"{count} head{'s' if count > 1 else ''} of {group['head_dim']}{each}, {group['dtype']}{scaled}"
-        count = len(group["layers"])
-        layers = f"{count} layer{'s' if count > 1 else ''} ({_ranges(group['layers'])})"
-        say(f"  {reach:14}{layers}, {heads}, {group['bytes_per_token']} bytes a token")
-    if "tensorrt" in facts:
-        _say_plan(facts["tensorrt"])
-    say("kernels")
-    width = max((len(kernel["name"]) for kernel in facts["kernels"]), default=0)
-    for kernel in facts["kernels"]:
-        rest = "  ".join(f"{key}={value}" for key, value in kernel.items() if key not in ("name", "target"))
-        say(f"  {kernel['name']:{width}} {kernel['target']:12} {rest}")
-
-
-def _say_plan(plan: Mapping[str, Any]) -> None:
-    """Print the plans, profiles and layers of an artifact for TensorRT."""
-    by, plans = f"{plan['package']} {plan['version']} for {plan['arch']}", plan.get("plans", [])
-    if plans:
-        say(
-            f"plans     {by}, {len(plans)} without weights, for {sum(each['calls'] for each in plans)} segments of a"
-            " step"
-        )
-    else:
-        say(f"plan      {by}, {plan['plan_bytes'] / 1e6:.1f} MB, weights included")
-    for profile in plan["profiles"]:
-        keys = (key for key in ("max_num_seqs", "max_num_tokens", "max_num_rows") if key in profile)
-        say(f"  {profile['name']:14}at most {', '.join(f'{profile[key]} {key[8:]}' for key in keys)} a call")
-    for each in plans:
-        calls = f"{each['calls']} call{'s' if each['calls'] > 1 else ''}"
-        say(f"  {each['name']:14}{each['plan_bytes'] / 1e6:.2f} MB, {calls}: {_layers(each)}")
-    if not plans:
-        say(f"  {'layers':14}{_layers(plan)}")
-
-
-def _layers(plan: Mapping[str, Any]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in plan["layers"].items())
-
-
-def _quantized(model: Mapping[str, Any], dtype: str) -> str:
-    """Return text that says which parts of a model are quantized and which are not; empty if none is."""
-    if "quantization" not in model:
-        return ""
-    done = model["quantization"]
-    kept = "".join(f", {what}" + (f" ({count})" if count > 1 else "") for what, count in done["kept"].items())
-    return f"; {done['scheme']}: {done['products']} products quantized; in {dtype}: norms{kept}"
-
-
-def _signature(facts: dict[str, Any] | None) -> str:
-    """Return text that names the keys of the signature, which only --trusted-keys verifies."""
-    if facts is None:
-        return "none"
-    stale = "" if facts["is_current"] else ", of what the artifact was before: sign it again"
-    return f"by {', '.join(facts['keys'])}{stale} (nothing is proven without --trusted-keys)"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Return ascending numbers as short text with ranges, for example "0-3, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
+command(app, "inspect")(inspect)
 
 # ---------------------------------------------------------------- generate, chat, batch, serve, replay, diff, eval
 

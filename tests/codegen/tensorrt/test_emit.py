@@ -57,7 +57,9 @@ def test_layers_bear_the_names_of_nodes(artifact: Path) -> None:
     names = [layer["name"] for layer in layers]
     assert len(set(names)) == len(names)
     assert any(name.startswith("layers.0.") for name in names)
-    kinds = inspect_artifact(artifact)["tensorrt"]["layers"]
+    facts = inspect_artifact(artifact).tensorrt
+    assert facts is not None and facts.layers is not None
+    kinds = facts.layers
     assert kinds["kv_cache_update"] == 4 and kinds["attention_input"] == kinds["attention_output"] == 2
     done = run_inferc("inspect", artifact)
     assert "4 kv_cache_update" in done.stdout and "for sm_86" in done.stdout, done.stderr

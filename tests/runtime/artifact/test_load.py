@@ -140,7 +140,7 @@ def test_another_target_or_machine(copied: Path) -> None:
     rewrite_manifest(copied, host="linux-sparc64")
     with pytest.raises(ArtifactError, match="has libraries for linux-sparc64, this machine is"):
         load_artifact(copied)
-    assert inspect_artifact(copied)["targets"] == ["cpu"], "it can be looked at anywhere"
+    assert inspect_artifact(copied).targets == ["cpu"], "it can be looked at anywhere"
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../outside", "graph/../../outside"])
@@ -209,11 +209,11 @@ def test_the_memory_formula_rounds_each_maximum_up() -> None:
 
 def test_inspect(tiny_artifact: Path) -> None:
     facts = inspect_artifact(tiny_artifact)
-    assert (facts["format_version"], facts["targets"]) == (FORMAT_VERSION, ["cpu"])
-    assert facts["weights_bytes"] == sum(path.stat().st_size for path in tiny_artifact.glob("weights-*"))
-    assert facts["arena_bytes"] > 0
-    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4, "K and V, layers, KV heads, head_dim, float32"
-    assert facts["kv_groups"] == [
+    assert (facts.format_version, facts.targets) == (FORMAT_VERSION, ["cpu"])
+    assert facts.weights_bytes == sum(path.stat().st_size for path in tiny_artifact.glob("weights-*"))
+    assert facts.arena_bytes > 0
+    assert facts.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4, "K and V, layers, KV heads, head_dim, float32"
+    assert facts.to_json()["kv_groups"] == [
         {
             "kind": "full",
             "layers": [0, 1],
@@ -224,14 +224,25 @@ def test_inspect(tiny_artifact: Path) -> None:
             "bytes_per_token": 512,
         }
     ]
-    assert facts["certificate"] is None
-    kernels = {kernel["name"]: kernel for kernel in facts["kernels"]}
+    assert facts.certificate is None
+    kernels = {kernel["name"]: kernel for kernel in facts.to_json()["kernels"]}
     assert kernels["cpp.paged_attention.float32"] == {
         "name": "cpp.paged_attention.float32",
         "target": "cpu",
         "op": "inferc.paged_attention",
         "nodes": 2,
     }
+
+
+def test_inspect_shows_engine_json_as_it_is(copied: Path) -> None:
+    """Another inferc may have written fields that this one has no type for, and in another order."""
+    stored = read_manifest(copied)
+    model = {"of_tomorrow": 1, **dict(reversed(stored["model"].items()))}
+    rewrite_manifest(copied, model=model)
+    shown = inspect_artifact(copied).to_json()
+    assert list(shown["model"].items()) == list(model.items())
+    assert all(shown[name] == stored[name] for name in ("producer", "config", "passes", "kernels"))
+    assert "stored" not in shown and "tensorrt" not in shown and shown["signature"] is None
 
 
 def test_loading_imports_no_torch(tiny_artifact: Path) -> None:

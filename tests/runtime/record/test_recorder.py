@@ -63,7 +63,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 def record(artifact: Path, file: Path, **options: Any) -> list[inferc.RequestOutput]:
     """Fifty at once, in memory for a few."""
-    block = 32 * int(inspect_artifact(artifact)["kv_bytes_per_token"])
+    block = 32 * int(inspect_artifact(artifact).kv_bytes_per_token)
     sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "kv_memory_bytes": 14 * block, "overcommit": True}
     many = requests()
     with inferc.LLM(artifact, record=str(file), **{**sizes, **options}) as llm:

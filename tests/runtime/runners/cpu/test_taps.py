@@ -92,7 +92,7 @@ def _length_of_same(ours: list[int], theirs: list[int]) -> int:
 
 def test_no_schedule_changes_a_value_or_an_answer(tiny_artifact: Path) -> None:
     """Alone and untapped, or in little memory with preemptions and a prefix that is cached."""
-    block = 32 * int(inspect_artifact(tiny_artifact)["kv_bytes_per_token"])
+    block = 32 * int(inspect_artifact(tiny_artifact).kv_bytes_per_token)
     everything, answers = tapped(tiny_artifact, (0, 1, 2, 3, 4, 5), ("*",), max_num_seqs=1)
     none, untapped = tapped(tiny_artifact, ())
     assert not none and answers == untapped

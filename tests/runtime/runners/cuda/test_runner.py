@@ -140,13 +140,14 @@ def test_no_field_of_a_gpus_program_may_be_left_out(artifacts: Path, name: str) 
 
 def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
     facts = inspect_artifact(artifacts / "llama")
-    assert facts["targets"] == ["cuda:sm_90"]
-    assert facts["cubins"] == {"sm_90": "kernels/sm_90"}
-    rows = {row["name"]: row for row in facts["kernels"] if "registers" in row}
+    assert facts.targets == ["cuda:sm_90"]
+    assert facts.cubins == {"sm_90": "kernels/sm_90"}
+    rows = {row.name: row for row in facts.kernels if row.registers is not None}
     assert {name.partition("-")[0] for name in rows} >= {"linear", "decode_attention", "rms_norm", "choose"}
     for row in rows.values():
-        assert row["target"] == "cuda:sm_90" and 0 < row["occupancy"] <= 1 and row["registers"] <= 255, row
-        assert row["local_bytes"] == 0, row
+        assert row.target == "cuda:sm_90" and row.occupancy is not None and row.registers is not None, row
+        assert 0 < row.occupancy <= 1 and row.registers <= 255, row
+        assert row.local_bytes == 0, row
     names = {path.name for path in (artifacts / "llama" / "kernels" / "sm_90").glob("*.cubin")}
     assert names == {f"{name}.cubin" for name in rows}
 
@@ -154,7 +155,7 @@ def test_what_is_in_an_artifact_for_a_gpu(artifacts: Path) -> None:
 @pytest.mark.slow
 def test_the_ptx_of_an_artifact(portable: Path) -> None:
     folder = portable / "llama-library"
-    assert inspect_artifact(folder)["cubins"] == {"sm_90": "kernels/sm_90", "ptx": "kernels/ptx"}
+    assert inspect_artifact(folder).cubins == {"sm_90": "kernels/sm_90", "ptx": "kernels/ptx"}
     texts = [path.read_text() for path in (folder / "kernels" / "ptx").glob("*.ptx")]
     assert texts and all("\n.target sm_80\n" in text for text in texts), "what is for one chip runs on no other"
     records = json.loads((folder / "kernels" / "ptx" / "records.json").read_text())
@@ -163,10 +164,10 @@ def test_the_ptx_of_an_artifact(portable: Path) -> None:
 
 def test_what_an_artifact_leaves_to_a_library(artifacts: Path) -> None:
     """Is a matter of the chip, so of its records."""
-    rows = inspect_artifact(artifacts / "llama-library")["kernels"]
-    left = {row["name"] for row in rows if "library" in row}
+    rows = inspect_artifact(artifacts / "llama-library").kernels
+    left = {row.name for row in rows if row.library is not None}
     assert left and all(name.startswith("linear-") for name in left)
-    assert {row["library"] for row in rows if "library" in row} == {"cublaslt from 2 rows on"}
+    assert {row.library for row in rows if row.library is not None} == {"cublaslt from 2 rows on"}
 
 
 @pytest.mark.slow

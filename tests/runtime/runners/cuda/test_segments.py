@@ -92,9 +92,10 @@ def test_what_is_in_an_artifact(artifacts: Path) -> None:
 
 def test_what_inspect_says(artifacts: Path) -> None:
     facts = inspect_artifact(artifacts / "llama")
-    assert facts["weights_bytes"] == sum(path.stat().st_size for path in (artifacts / "llama").glob("*.safetensors"))
-    first, *_ = facts["tensorrt"]["plans"]
-    assert first["layers"]["matrix_multiply"] == 1 and first["plan_bytes"] > 10_000
+    assert facts.weights_bytes == sum(path.stat().st_size for path in (artifacts / "llama").glob("*.safetensors"))
+    assert facts.tensorrt is not None and facts.tensorrt.plans is not None
+    first, *_ = facts.tensorrt.plans
+    assert first.layers["matrix_multiply"] == 1 and first.plan_bytes > 10_000
     layers = json.loads((artifacts / "llama" / TENSORRT_LAYERS).read_bytes())
     assert [*layers] == ["segment-0", "segment-1", "segment-2"]
     assert any(layer["name"].startswith("layers.0.") for layer in layers["segment-0"])
