@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +72,7 @@ def _of_struct(value: object) -> Any:
     return msgspec.to_builtins(value)
 
 
-def seal_manifest(manifest: dict[str, Any]) -> bytes:
+def seal_manifest(manifest: Mapping[str, object]) -> bytes:
     """Return the bytes of engine.json: `manifest` as JSON whose last key is the SHA-256 of every byte before it."""
     return _seal(json_bytes(manifest).removesuffix(b"\n}\n"))
 

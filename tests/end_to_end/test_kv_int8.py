@@ -66,8 +66,8 @@ def test_the_shipped_model(scheme: Any, tmp_path: Path) -> None:
     """Certified, with half the cache: on its own and with weights in integers."""
     config = CompileConfig(kv_dtype="int8", quantize=scheme)
     certificate = compile(SHIPPED / "tiny-llama", tmp_path / "out", config).certificate
-    assert certificate is not None and certificate["ok"]
-    assert set(certificate["budgets"]) >= {"kv_int8", *([scheme] if scheme else [])}
+    assert certificate is not None and certificate.ok
+    assert {budget.name for budget in certificate.lossy} >= {"kv_int8", *([scheme] if scheme else [])}
     assert inspect_artifact(tmp_path / "out").kv_bytes_per_token == 6 * 2 * 2 * (64 + 4)
     with inferc.LLM(tmp_path / "out", max_num_batched_tokens=64) as llm:
         params = inferc.SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

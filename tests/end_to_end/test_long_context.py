@@ -32,7 +32,8 @@ def model_with(rope: dict[str, Any], folder: Path) -> tuple[Path, Any]:
 def test_yarn_beyond_the_original_length(tmp_path: Path) -> None:
     folder, model = model_with(YARN, tmp_path / "m")
     config = CompileConfig(certify="full", max_model_len=MAX_MODEL_LEN)
-    assert (compile(folder, tmp_path / "out", config).certificate or {})["ok"]
+    certificate = compile(folder, tmp_path / "out", config).certificate
+    assert certificate is not None and certificate.ok
     prompt = torch.randint(5, 300, (100,), generator=torch.Generator().manual_seed(3)).tolist()
     params = inferc.SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     with inferc.LLM(tmp_path / "out") as llm:

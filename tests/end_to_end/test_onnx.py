@@ -147,10 +147,12 @@ def test_perplexity_is_the_cpus_to_four_digits(both: tuple[Path, Path, Path], tm
 def test_the_certificate_has_a_row_of_onnxruntime(tmp_path: Path) -> None:
     summary = compile(SHIPPED / "tiny-llama", tmp_path / "out", CompileConfig(target="onnx", max_model_len=128))
     assert summary.certificate is not None
-    rows = summary.certificate["rows"]
-    assert rows[-1]["ran_by"].startswith("onnxruntime ") and "(cpu)" in rows[-1]["ran_by"]
-    assert all(row["ok"] and row["kl"] < 1e-9 and row["relative_error"] < 1e-5 for row in rows), rows
-    assert rows[-1]["greedy_equal"] == len(summary.certificate["prompts"])
+    rows = summary.certificate.rows
+    assert rows[-1].ran_by.startswith("onnxruntime ") and "(cpu)" in rows[-1].ran_by
+    for row in rows:
+        assert row.kl is not None and row.relative_error is not None, row
+        assert row.ok and row.kl < 1e-9 and row.relative_error < 1e-5, row
+    assert rows[-1].greedy_equal == len(summary.certificate.prompts)
     assert load_artifact(tmp_path / "out").manifest.determinism.contract.startswith("none")
 
 
@@ -160,9 +162,10 @@ def test_in_float16(quantize: Any, tmp_path: Path) -> None:
     """Float16 is for a GPU's kernels; a CPU's mostly cast, and give the same model."""
     config = CompileConfig(target="onnx", dtype="float16", quantize=quantize, max_model_len=128)
     summary = compile(SHIPPED / "tiny-moe", tmp_path / "out", config)
-    assert summary.certificate is not None and summary.certificate["ok"]
-    (row,) = (row for row in summary.certificate["rows"] if row["name"] == "kernels")
-    assert row["dtype"] == "float16" and row["kl"] < (1e-3 if quantize is None else 0.05), row
+    assert summary.certificate is not None and summary.certificate.ok
+    (row,) = (row for row in summary.certificate.rows if row.name == "kernels")
+    assert row.kl is not None
+    assert row.dtype == "float16" and row.kl < (1e-3 if quantize is None else 0.05), row
     model = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
     types = {each.name: each.type.tensor_type.elem_type for each in (*model.graph.input, *model.graph.output)}
     assert (

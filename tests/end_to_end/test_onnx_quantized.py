@@ -43,11 +43,12 @@ def test_shipped_models(model: str, scheme: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     summary = compile(SHIPPED / model, out, CompileConfig(target="onnx", quantize=scheme))  # type: ignore[arg-type]
     assert summary.certificate is not None
-    rows = {row["name"]: row for row in summary.certificate["rows"]}
+    rows = {row.name: row for row in summary.certificate.rows}
     for name in ("quantize", "kernels"):
         row = rows[name]
-        assert row["ok"] and row["kl"] <= SCHEMES[scheme].max_kl and row["top1_agreement"] >= SCHEMES[scheme].min_top1
-    assert rows["kernels"]["ran_by"].startswith("onnxruntime ")
+        assert row.ok and row.kl is not None
+        assert row.kl <= SCHEMES[scheme].max_kl and row.top1_agreement >= SCHEMES[scheme].min_top1
+    assert rows["kernels"].ran_by.startswith("onnxruntime ")
     kernels = {each.name for each in inspect_artifact(out).kernels}
     assert f"onnx.{PRODUCTS.get(scheme, 'linear_int4')}" in kernels
     assert f"onnx.embedding_int8{'' if scheme == 'int8' else '_columns'}" in kernels
@@ -75,11 +76,12 @@ def test_families(name: str, scheme: str, tmp_path: Path) -> None:
     config = CompileConfig(target="onnx", quantize=scheme, certify="full", allow_drift=True)  # type: ignore[arg-type]
     summary = compile(folder, tmp_path / "out", config)
     assert summary.certificate is not None
-    rows = {row["name"]: row for row in summary.certificate["rows"]}
+    rows = {row.name: row for row in summary.certificate.rows}
     # A router of random weights tips where rows are rounded that the references do not round.
     is_mixture = any(
         "moe" in each.name or "experts" in each.name for each in inspect_artifact(tmp_path / "out").kernels
     )
     most = 3.0 if is_mixture else 1.5
-    assert rows["kernels"]["relative_error"] < most * rows["quantize"]["relative_error"] + 0.02, rows
+    found, allowed = rows["kernels"].relative_error, rows["quantize"].relative_error
+    assert found is not None and allowed is not None and found < most * allowed + 0.02, rows
     onnx.checker.check_model(str(tmp_path / "out" / "model.onnx"), full_check=True)

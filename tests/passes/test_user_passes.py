@@ -115,8 +115,8 @@ def test_an_own_op_runs_with_its_own_kernel(tiny_llama_folder: Path, tiny_artifa
     in_layers = with_kernel(tmp_path, halve_mlp, name="in_layers", after="fuse_silu_mul")
     summary = compiled(tiny_llama_folder, tmp_path / "layers", in_layers, target="cpu", certify="full")
     assert {row.name: row.nodes for row in summary.kernels}["user_tests.halve"] == 2
-    assert summary.certificate is not None and summary.certificate["ok"]
-    assert "in_layers" in [row["name"] for row in summary.certificate["rows"]]
+    assert summary.certificate is not None and summary.certificate.ok
+    assert "in_layers" in [row.name for row in summary.certificate.rows]
 
     on_logits = with_kernel(tmp_path, halve_logits, name="on_logits")
     summary = compiled(tiny_llama_folder, tmp_path / "logits", on_logits, target="cpu")
@@ -178,16 +178,16 @@ def test_the_drift_budget_covers_a_pass(tiny_llama_folder: Path, tmp_path: Path)
         compiled(tiny_llama_folder, tmp_path / "out", double, certify="full")
     assert list(tmp_path.iterdir()) == []
     summary = compiled(tiny_llama_folder, tmp_path / "out", double, certify="full", allow_drift=True)
-    assert summary.certificate is not None and not summary.certificate["ok"]
-    (row,) = [row for row in summary.certificate["rows"] if row["name"] == "scale"]
-    assert not row["ok"] and "allowed 1e-05" in row["reason"]
+    assert summary.certificate is not None and not summary.certificate.ok
+    (row,) = [row for row in summary.certificate.rows if row.name == "scale"]
+    assert not row.ok and "allowed 1e-05" in row.reason
 
 
 def test_a_certificate_by_layers_covers_a_pass(tiny_llama_folder: Path, tmp_path: Path) -> None:
     same = a_pass(lambda p: after(p, inferc.silu_mul.default, aten.mul.Tensor, 1.0), "scale", after="fuse_silu_mul")
     summary = compiled(tiny_llama_folder, tmp_path / "out", same, certify="layers")
-    assert summary.certificate is not None and summary.certificate["ok"]
-    assert "scale" in [row["name"] for row in summary.certificate["rows"]]
+    assert summary.certificate is not None and summary.certificate.ok
+    assert "scale" in [row.name for row in summary.certificate.rows]
 
 
 # --------------------------------------------------------------------------------------------------- place

@@ -80,10 +80,15 @@ class CompileSummary:
     config: ResolvedCompileConfig
     passes: list[PassRecord]
     kernels: list[KernelRow]
-    certificate: dict[str, Any] | None
+    certificate: Certificate | None
 
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "path": str(self.path), "kernels": msgspec.to_builtins(self.kernels)}
+        return {
+            **dataclasses.asdict(self),
+            "path": str(self.path),
+            "kernels": msgspec.to_builtins(self.kernels),
+            "certificate": None if self.certificate is None else self.certificate.to_json(),
+        }
 
 
 def compile(
@@ -171,7 +176,7 @@ class _Build:
         except RequestError as error:
             log.warning("%s: chats will be refused: %s", self.checkpoint.name, error)
 
-    def run(self) -> dict[str, Any] | None:
+    def run(self) -> Certificate | None:
         """Write everything; return the certificate."""
         self.report("read the tokenizer", 0, 1)
         tokenizer = tokenizer_files(self.checkpoint, self.tokenizer, self.generation)
@@ -191,7 +196,7 @@ class _Build:
         manifest, certificate = make(program, encode)
         self.writer.add(CERTIFICATE, json_bytes(certificate.to_json()))
         self.writer.write_manifest(manifest)
-        return certificate.to_json()
+        return certificate
 
     def _certify(self, program: Program, encode: Encode | None) -> tuple[ManifestFacts, Certificate]:
         """Write the artifact; certify that the program is the model, and that the kernels compute it here."""

@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -53,10 +52,16 @@ class Certificate:
     rows: list[Row] = field(default_factory=list)
     lossy: list[Budget] = field(default_factory=list)  # the budgets of the passes that round to integers, in order
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def ok(self) -> bool:
+        """The verdict of the certificate: True if every row is within its budget."""
+        return all(row.ok for row in self.rows)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the contents of certificate.json."""
         return {
             "scope": self.scope,
-            "ok": all(row.ok for row in self.rows),
+            "ok": self.ok,
             "budgets": {
                 "float32_relative_error": drift.FLOAT32_BUDGET,
                 "kl_factor": drift.REFERENCE_FACTOR,
@@ -68,7 +73,7 @@ class Certificate:
             "rows": [asdict(row) for row in self.rows],
         }
 
-    def _lossy(self) -> dict[str, Any]:
+    def _lossy(self) -> dict[str, dict[str, float]]:
         return {each.name: {"max_kl": each.max_kl, "min_top1": each.min_top1} for each in self.lossy}
 
 

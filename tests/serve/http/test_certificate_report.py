@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def uses(rows: list[dict[str, Any]], kernels_round: bool = False, **lossy: Any) 
         "budgets": {**FLOAT32, **lossy},
         "rows": rows,
     }
-    found = certificate_report(data, kernels_round)["rows"]
+    found = certificate_report(json.dumps(data).encode(), kernels_round)["rows"]
     return {
         each["name"]: None if (use := each["use"]) is None else (use["measure"], use["found"], use["limit"], use["by"])
         for each in found
