@@ -19,7 +19,6 @@ from inferc.serve.http.certificate_report import certificate_report
 from inferc.serve.models.long_texts import Turns
 from inferc.serve.models.served_model import ServedModel
 from inferc.system.resources import available_cores
-from inferc.targets import find_spec
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +65,7 @@ def of_artifact(artifact: Artifact) -> dict[str, Any]:
     manifest, files = artifact.manifest_json(), artifact.manifest.files
     model, graphs = manifest["model"], list(_graphs(artifact))
     unreadable: list[str] = []
-    rounds = any(find_spec(target).kernels_round_rows for target in artifact.manifest.targets)
-    certificate = _read_with(artifact, CERTIFICATE, lambda data: certificate_report(data, rounds), unreadable)
+    certificate = _read_with(artifact, CERTIFICATE, certificate_report, unreadable)
     passes = _read_with(artifact, COSTS, lambda data: _passes(CostLog.load(data), graphs), unreadable)
     if passes is None:
         rows = [{**row, "decode": None, "prefill": None} for row in manifest["passes"]]

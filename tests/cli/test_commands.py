@@ -84,7 +84,7 @@ def test_help_of_every_command_is_light() -> None:
 
 
 def test_help_names_no_file_that_an_installed_package_lacks() -> None:
-    left = [(name,) for name in COMMANDS]
+    left: list[tuple[str, ...]] = [(name,) for name in COMMANDS]
     while left:
         words = left.pop()
         shown = run_inferc(*words, "--help")

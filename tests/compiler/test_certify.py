@@ -147,7 +147,7 @@ def test_a_router_may_choose_otherwise_at_a_few_positions(half_certifier: Certif
         own = torch.full((100,), 1e-4)
         kl = own.clone()
         kl[:count] = 0.5
-        return not half_certifier.judge._judge_positions(kl, own)
+        return not half_certifier.judge._judge_positions(kl, own).reason
 
     assert judged(0, False) and not judged(1, False)
     assert judged(3, True) and not judged(4, True)

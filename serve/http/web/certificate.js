@@ -4,7 +4,7 @@ import { card, el, headings, number, table } from "./dom.js";
 
 const DECADES_WITHIN = 6; // of a bar's scale, up to the budget
 const DECADES_OVER = 2; // of it, beyond
-const MEASURES = { relative_error: " (relative error)", kl: " nats (KL)", other_top1: " with another top token" };
+const MEASURES = { relative_error: " (relative error)", kl: " nats (KL)", other_top1: " with another top token", kl_of_one: " nats (KL of one position)" };
 const ABOUT = {
   program: "as lowered, with the model's weights",
   program_random: "as lowered, with random weights",
@@ -54,7 +54,7 @@ function rowOf(row) {
     row.ok ? {} : { class: "failed" },
     name,
     el("td", {}, row.use ? el("div", { class: "use" }, budgetBar(share, row.ok), used(row.use)) : row.name === "hugging_face" ? "It has none: later rows are compared with it" : "not known"),
-    el("td", {}, verdict(row, share)),
+    el("td", {}, verdict(row)),
     el("td", {}, `${row.ran_by}${row.dtype ? `, ${row.dtype}` : ""}`),
     num(row.top1_agreement === null || row.top1_agreement === undefined ? "" : `${(100 * row.top1_agreement).toFixed(1)} %`),
     num(small(row.kl)),
@@ -63,10 +63,9 @@ function rowOf(row) {
   );
 }
 
-function verdict(row, share) {
+function verdict(row) {
   if (!row.ok) return row.reason || "over its budget";
-  if (!row.use) return "";
-  return share > 1 ? "kept: no more than by chance" : "kept";
+  return row.use ? "kept" : "";
 }
 
 const shareOf = ({ found, limit }) => (found === null ? Infinity : found / limit);

@@ -9,6 +9,7 @@ judged the same way.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +22,8 @@ from inferc.ir.program import Program
 from inferc.passes.quantize.schemes import Budget
 
 log = logging.getLogger(__name__)
+
+FLOAT32 = "float32"  # whose limits a row has that rounds nothing
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Row:
     kl_p99: float | None = None  # the KL that one position in a hundred exceeds
     perplexity: float | None = None  # of the prompts' own tokens
     greedy_equal: int | None = None  # how many prompts have the greedy tokens of transformers in the same dtype
+    # The limits that the row was judged by, and whose they are: float32's, the lossy passes' budgets, by name, or those
+    # of another row that this one is compared with, by its name. The row that is compared with has none.
+    judged_by: str = ""
+    limits: tuple[drift.Limit, ...] = ()
     ok: bool = True
     reason: str = ""
 
@@ -105,13 +112,14 @@ class Judge:
         self.has_router = False
         # The joint budget of lossy passes, for the next row.
         self.budget: Budget | None = None
-        # The KL per position of the run that later rows must not be worse than, and the name of that run.
+        # The KL per position of the run that later rows must not be worse than, the name of its row, and its own name.
         self._own_kl: Tensor | None = None
-        self._own_name = f"transformers' own in {dtype}"
+        self._own_row, self._own_name = "", f"transformers' own in {dtype}"
 
     def add_own(self, logits: Sequence[Tensor]) -> None:
         """Add the row of transformers' own run in the artifact's dtype, which later rows are judged by."""
         row, self._own_kl = self._compare("hugging_face", "transformers", logits)
+        self._own_row = row.name
         self.certificate.rows.append(row)
 
     def add(
@@ -119,12 +127,20 @@ class Judge:
     ) -> Row:
         """Add a row; raise VerifyError if it is over its budget. why: what else is known of the reason."""
         row, kl = self._compare(name, ran_by, logits)
-        reason = self._judge(row, kl, greedy_equal)
-        row = replace(row, greedy_equal=greedy_equal, reason=f"{reason}{why}" if reason else "", ok=not reason)
+        judged_by, verdict = self._judge(row, kl, greedy_equal)
+        row = replace(
+            row,
+            greedy_equal=greedy_equal,
+            judged_by=judged_by,
+            limits=verdict.limits,
+            ok=not verdict.reason,
+            reason=f"{verdict.reason}{why}" if verdict.reason else "",
+        )
         self.certificate.rows.append(row)
         if self.budget is not None:  # later rows compute the same integers: this row is their reference
             if bool(kl.isfinite().all()):  # a row that is kept with --allow-drift but not finite can be no reference
-                self._own_kl, self._own_name = kl, f"the {self.budget.name} program's own by the references"
+                self._own_kl, self._own_row = kl, name
+                self._own_name = f"the {self.budget.name} program's own by the references"
             self.budget = None
         log.info("certificate: %s by %s: relative error %s, KL %s", name, ran_by, row.relative_error, row.kl)
         if not row.ok and not self._allow_drift:
@@ -150,21 +166,27 @@ class Judge:
         )
         return row, found_drift.kl
 
-    def _judge(self, row: Row, kl: Tensor, greedy_equal: int | None) -> str:
-        """Return why the row is over its budget; empty if it is not."""
+    def _judge(self, row: Row, kl: Tensor, greedy_equal: int | None) -> tuple[str, drift.Verdict]:
+        """Return whose limits the row is judged by, and the verdict."""
+        judged_by, verdict = self._by_limits(row, kl)
         if row.max_abs_error is None or row.relative_error is None or row.kl is None:
-            return "its logits are not all finite numbers"
-        if self.budget is not None:
-            return drift.over_budget(row.kl, row.top1_agreement, self.budget)
-        if self._own_kl is None:
-            if reason := drift.over_float32(row.relative_error):
-                return reason
-            if greedy_equal is not None and greedy_equal < len(self.certificate.prompts):
-                return (
-                    f"greedy tokens differ from transformers' in {len(self.certificate.prompts) - greedy_equal} prompts"
-                )
-            return ""
-        return self._judge_positions(kl, self._own_kl)
+            return judged_by, replace(verdict, reason="its logits are not all finite numbers")
+        count = len(self.certificate.prompts)
+        if judged_by == FLOAT32 and not verdict.reason and greedy_equal is not None and greedy_equal < count:
+            reason = f"greedy tokens differ from transformers' in {count - greedy_equal} prompts"
+            return judged_by, replace(verdict, reason=reason)
+        return judged_by, verdict
 
-    def _judge_positions(self, kl: Tensor, own: Tensor) -> str:
-        return drift.over_own(kl, own, self._own_name, self.has_router)
+    def _by_limits(self, row: Row, kl: Tensor) -> tuple[str, drift.Verdict]:
+        if self.budget is not None:
+            return self.budget.name, drift.judge_budget(_number(row.kl), row.top1_agreement, self.budget)
+        if self._own_kl is None:
+            return FLOAT32, drift.judge_float32(_number(row.relative_error))
+        return self._own_row, self._judge_positions(kl, self._own_kl)
+
+    def _judge_positions(self, kl: Tensor, own: Tensor) -> drift.Verdict:
+        return drift.judge_by_own(kl, own, self._own_name, self.has_router)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -307,16 +307,16 @@ def _verdict(artifact: Artifact, found: Found, own: Reference, wide: Reference |
         missed = round(count * (1.0 - ours.top1_agreement))
         # With few positions the allowed share is rounded up: one miss in six does not show a rate above a tenth.
         is_few = missed <= math.ceil(count * (1.0 - budget.min_top1))
-        reason = drift.over_budget(float(ours.kl.mean()), 1.0 if is_few else ours.top1_agreement, budget)
+        reason = drift.judge_budget(float(ours.kl.mean()), 1.0 if is_few else ours.top1_agreement, budget).reason
     elif wide is None:
         return None, "no float32 model fits in memory, which is what would judge this dtype"
     elif wide is own:
-        reason = drift.over_float32(ours.relative_error)
+        reason = drift.judge_float32(ours.relative_error).reason
     else:
         of_model = drift.measure([own.logits[found.sampled]], [judge.logits[found.sampled]])
         has_router = any(each.target == "inferc.moe_experts" for each in artifact.program.program.nodes)
         name = f"transformers' own in {artifact.config.dtype}"
-        reason = drift.over_own(ours.kl, of_model.kl, name, has_router)
+        reason = drift.judge_by_own(ours.kl, of_model.kl, name, has_router).reason
     return not reason, reason
 
 

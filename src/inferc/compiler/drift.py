@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, cat, tensor, zeros_like
 from torch import bool as bool_
@@ -28,6 +28,30 @@ OUTLIER_FLOOR = 1e-3
 # rounding. At most ROUTED_SHARE of the positions may be off for this reason, each by at most ROUTED_KL nats.
 ROUTED_SHARE, ROUTED_KL = 0.03, 2.0
 CHUNK_ELEMENTS = 1 << 20  # logits that are measured at once, in float64
+
+
+Measure = Literal["relative_error", "kl", "other_top1", "kl_of_one"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A measure that is judged, with what was found of it and what is allowed; found is None if it is no number.
+
+    kl is a mean over positions, and kl_of_one the largest of one position, both in nats. other_top1 is the share of
+    positions at which another token is the most likely one.
+    """
+
+    measure: Measure
+    found: float | None
+    allowed: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict about logits: why they are too far from the reference's, empty if they are not, and the limits."""
+
+    reason: str
+    limits: tuple[Limit, ...]
 
 
 @dataclass(frozen=True)
@@ -83,47 +107,59 @@ def _centred(log_probabilities: Tensor) -> Tensor:
     return log_probabilities - log_probabilities.mean(-1, keepdim=True)
 
 
-def over_float32(relative_error: float) -> str:
-    """Return why a float32 program is too far from float32; empty if it is not."""
-    if relative_error <= FLOAT32_BUDGET:
-        return ""
-    return f"its logits are off by {relative_error:.1e} of the reference's, allowed {FLOAT32_BUDGET:.0e}"
+def judge_float32(relative_error: float) -> Verdict:
+    """Judge a float32 program by how far it is from float32."""
+    reason = ""
+    if relative_error > FLOAT32_BUDGET:
+        reason = f"its logits are off by {relative_error:.1e} of the reference's, allowed {FLOAT32_BUDGET:.0e}"
+    return Verdict(reason, (_limit("relative_error", relative_error, FLOAT32_BUDGET),))
 
 
-def over_budget(kl: float, top1_agreement: float, budget: Budget) -> str:
-    """Return why a quantized program is too far from float32; empty if it is not."""
+def judge_budget(kl: float, top1_agreement: float, budget: Budget) -> Verdict:
+    """Judge a quantized program by the budget of its lossy passes."""
+    reason = ""
     if kl > budget.max_kl:
-        return f"its KL to float32 is {kl:.2e} nats, {budget.name} is allowed {budget.max_kl:.2e}"
-    if top1_agreement < budget.min_top1:
-        return (
+        reason = f"its KL to float32 is {kl:.2e} nats, {budget.name} is allowed {budget.max_kl:.2e}"
+    elif top1_agreement < budget.min_top1:
+        reason = (
             f"float32's most likely token is its own at {top1_agreement:.1%} of the positions,"
             f" {budget.name} needs {budget.min_top1:.0%}"
         )
-    return ""
+    limits = _limit("kl", kl, budget.max_kl), _limit("other_top1", 1.0 - top1_agreement, 1.0 - budget.min_top1)
+    return Verdict(reason, limits)
 
 
-def over_own(kl: Tensor, own: Tensor, name: str, has_router: bool = False) -> str:
-    """Return why the KL per position is worse than `own`, that of `name`; empty if it is not.
+def judge_by_own(kl: Tensor, own: Tensor, name: str, has_router: bool = False) -> Verdict:
+    """Judge the KL per position by `own`, that of `name`.
 
-    It is worse if a single position is broken, or if the mean is too large.
+    It is too large if a single position is broken, or in the mean. Positions that a router may have decided otherwise
+    do not count, unless there are too many of them.
     """
-    limit = max(OUTLIER_FACTOR * float(own.max()), OUTLIER_FLOOR)
-    routed = (kl > limit) & (kl <= ROUTED_KL) if has_router else zeros_like(kl, dtype=bool_)
+    of_one = max(OUTLIER_FACTOR * float(own.max()), OUTLIER_FLOOR)
+    routed = (kl > of_one) & (kl <= ROUTED_KL) if has_router else zeros_like(kl, dtype=bool_)
     if int(routed.sum()) > max(1.0, ROUTED_SHARE * len(kl)):
-        return (
-            f"{int(routed.sum())} of {len(kl)} positions are off by more than {limit:.1e} nats,"
-            " too many to be ties of the router"
+        return Verdict(
+            f"{int(routed.sum())} of {len(kl)} positions are off by more than {of_one:.1e} nats,"
+            " too many to be ties of the router",
+            (_limit("kl_of_one", float(kl.max()), of_one),),
         )
     kl, own = kl[~routed], own[~routed]
     if not len(kl):
-        return ""
-    if float(kl.max()) > limit:
-        return f"a position's KL to float32 is {float(kl.max()):.2e} nats, and {name} is {float(own.max()):.2e} at most"
-    worse = kl - REFERENCE_FACTOR * own
-    margin = STANDARD_ERRORS * float(worse.std()) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
-    if float(worse.mean()) > min(margin, MARGIN * float(own.mean())):
-        return f"its KL to float32 is {float(kl.mean()):.2e}, {name} is {float(own.mean()):.2e}"
-    return ""
+        return Verdict("", ())
+    largest, mean, mean_of_own = float(kl.max()), float(kl.mean()), float(own.mean())
+    noise = float((kl - REFERENCE_FACTOR * own).std()) / math.sqrt(len(kl)) if len(kl) > 1 else 0.0
+    margin = min(STANDARD_ERRORS * noise, MARGIN * mean_of_own) if math.isfinite(noise) else 0.0
+    allowed = REFERENCE_FACTOR * mean_of_own + margin
+    reason = ""
+    if largest > of_one:
+        reason = f"a position's KL to float32 is {largest:.2e} nats, and {name} is {float(own.max()):.2e} at most"
+    elif mean > allowed:
+        reason = f"its KL to float32 is {mean:.2e}, {name} is {mean_of_own:.2e}"
+    return Verdict(reason, (_limit("kl", mean, allowed), _limit("kl_of_one", largest, of_one)))
+
+
+def _limit(measure: Measure, found: float, allowed: float) -> Limit:
+    return Limit(measure, figure(found), float(f"{allowed:.4g}"))
 
 
 def figure(value: float) -> float | None:
