@@ -25,7 +25,7 @@ from typing import Any
 from measured import ROOT, report
 
 from inferc.cost.machine import measure_read
-from inferc.system.collection import exit_uncollected, uncollected
+from inferc.system.own_process import exit_uncollected, own_imports
 from inferc.system.resources import available_cores
 
 SHIPPED, SHAPE = ROOT / "examples" / "models" / "tiny-llama", "qwen3-0.6b"
@@ -35,7 +35,7 @@ GB = 1e9
 def compile_here(model: str, out: str, options: dict[str, Any]) -> dict[str, float]:
     """Compile in this process as `inferc compile` does; return the seconds of each stage, in order."""
     start = time.perf_counter()
-    with uncollected(freeze=True):
+    with own_imports():
         from inferc.compiler.build import compile
         from inferc.config import CompileConfig
 

@@ -17,7 +17,7 @@ from inferc.frontend.checkpoint import unreadable
 from inferc.frontend.checkpoint.safetensors import SafetensorsReader, TensorDictReader, TensorSpec, read_folder
 from inferc.frontend.model_class import causal_class
 from inferc.frontend.trace import torch_export as trace
-from inferc.system.collection import uncollected
+from inferc.system.own_process import uncollected
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import sys
 from inferc.cli.progress import progress
 from inferc.config import CompileConfig
 from inferc.errors import ConfigError, InfercError
-from inferc.system.collection import exit_uncollected, uncollected
+from inferc.system.own_process import exit_uncollected, own_imports
 
 
 def main(model: str, out: str, target: str) -> int:
@@ -20,7 +20,7 @@ def main(model: str, out: str, target: str) -> int:
     try:
         with progress("load torch") as report:
             try:
-                with uncollected(freeze=True):
+                with own_imports():
                     from inferc.compiler.build import compile
             except ModuleNotFoundError as error:
                 raise ConfigError(

@@ -10,7 +10,7 @@ import typer
 from inferc.cli.common import Isa, Json, MaxBatchedTokens, Out, Threads, cell, engine_options, print_json, say
 from inferc.cli.progress import progress
 from inferc.errors import ConfigError
-from inferc.system.collection import uncollected
+from inferc.system.own_process import own_imports
 
 if TYPE_CHECKING:
     from inferc.compiler.diff import Comparison
@@ -69,7 +69,7 @@ def diff(
         ids, params = _asked(artifact, prompt or "", max_tokens)
     options = engine_options(threads, isa, 1, max_num_batched_tokens, kv_evict=kv_evict)
     with progress("diff") as report:
-        with uncollected(freeze=True):
+        with own_imports():
             from inferc.compiler.diff import diff as diff_
 
         result = diff_(artifact, reference, ids, params, options, lambda stage: report(stage, 0, 1))

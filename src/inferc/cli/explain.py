@@ -12,7 +12,7 @@ from inferc.cli.common import Json, fail, print_json, say
 from inferc.cli.progress import progress
 from inferc.cost.devices import NAMES, check_device, find_device
 from inferc.errors import ArtifactError, ConfigError
-from inferc.system.collection import uncollected
+from inferc.system.own_process import own_imports
 from inferc.targets import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _of_model(source: str, options: dict[str, Any]) -> tuple[CostLog, Subject]:
 
     config = from_dict(CompileConfig, options)
     with progress("load torch") as report:
-        with uncollected(freeze=True):
+        with own_imports():
             from inferc.compiler.explain import explain_model
 
         explained = explain_model(source, config, report)

@@ -53,7 +53,7 @@ from inferc.cli.top import top
 from inferc.cli.verify import verify
 from inferc.errors import ConfigError
 from inferc.system import env as debug
-from inferc.system.collection import exit_uncollected, uncollected
+from inferc.system.own_process import exit_uncollected, own_imports
 from inferc.version import __version__
 
 if TYPE_CHECKING:
@@ -248,10 +248,10 @@ def compile_model(
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     with progress("load torch") as report:
         if add_target:
-            with uncollected(freeze=True):
+            with own_imports():
                 from inferc.compiler.add_target import add_target as compile_
         else:
-            with uncollected(freeze=True):
+            with own_imports():
                 from inferc.compiler.build import compile as compile_
 
         summary = compile_(model, out, config, progress=report)

@@ -9,7 +9,7 @@ import typer
 
 from inferc.cli.common import Json, Out, cell, print_json, say
 from inferc.cli.progress import progress
-from inferc.system.collection import uncollected
+from inferc.system.own_process import own_imports
 
 if TYPE_CHECKING:
     from inferc.compiler.verify import Verification
@@ -34,7 +34,7 @@ def verify(
     Exit codes: 0 all rows are within their budget, 1 one is not, 2 bad input.
     """
     with progress("verify") as report:
-        with uncollected(freeze=True):
+        with own_imports():
             from inferc.compiler.verify import verify as verify_
 
         result = verify_(out, reference, report)

@@ -22,6 +22,7 @@ from inferc.ir.reference import ReadWeight, run_sequence
 from inferc.ir.weights import TensorReader, Weight
 
 NARROW = (torch.bfloat16, torch.float16)
+PART_ROWS = 8192  # the rows of a product's weight that are widened at once
 
 
 def exact(program: Program, windows: Mapping[int, int] = MappingProxyType({})) -> Program:
@@ -35,6 +36,7 @@ def exact(program: Program, windows: Mapping[int, int] = MappingProxyType({})) -
         value = node.meta.get("val")
         if node.op == "call_function":
             _widen_call(node, windows)
+            node.target = BY_PARTS.get(node.target, node.target)
         elif node.op == "placeholder" and isinstance(value, Tensor) and value.dtype in NARROW:
             node.meta["val"] = copy.fake(value.shape, torch.float32)
     copy.weights = {name: exact_weight(weight) for name, weight in copy.weights.items()}
@@ -77,13 +79,45 @@ def _is_stored(weight: Weight) -> bool:
     return weight.op not in ("pointwise", "cast") and all(map(_is_stored, weight.args))
 
 
+def _embed(weight: Tensor, token_ids: Tensor, *_of_gradients: Any) -> Tensor:
+    """Look rows of an embedding up, and widen only these."""
+    return torch.ops.aten.embedding.default(weight, token_ids).float()  # type: ignore[no-any-return]
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute a product from some rows of the weight at a time, which are widened for that."""
+    parts = [torch.nn.functional.linear(x.float(), rows.float()) for rows in weight.split(PART_ROWS)]
+    product = torch.cat(parts, -1)
+    return product if bias is None else product + bias.float()
+
+
+# The ops that take the largest weights of a model. They widen what they read of them, which spares copies of the whole
+# weights in float32.
+BY_PARTS = {
+    torch.ops.aten.embedding.default: _embed,
+    torch.ops.aten.linear.default: _project,
+    torch.ops.inferc.lm_head.default: _project,
+}
+
+
+def _widened_by_users(program: Program) -> set[str]:
+    """Return the names of the weights that only such ops read as widen them themselves."""
+    readers = [node for node in program.graph.nodes if node.op == "get_attr"]
+    others = {str(node.target) for node in readers if {use.target for use in node.users} - set(BY_PARTS.values())}
+    return {str(node.target) for node in readers} - others
+
+
 def read_exactly(program: Program, reader: TensorReader) -> ReadWeight:
-    """Return a function that reads a weight of an exact program by its name, in float32 where it is a float."""
+    """Return a function that reads a weight of an exact program by its name, in float32 where it is a float.
+
+    A weight that is widened by the ops that read it is as it is stored.
+    """
+    as_stored = _widened_by_users(program)
 
     def read(name: str) -> Tensor:
         with unrounded():
             value = weight_lib.read_whole(program.weights[name], reader)
-        return value.float() if value.is_floating_point() else value
+        return value.float() if value.is_floating_point() and name not in as_stored else value
 
     return read
 
