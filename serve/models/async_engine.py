@@ -118,6 +118,7 @@ class AsyncEngine:
         self._max_sequences = max_sequences
         self._tasks: dict[str, EngineTask] = {}
         self._parked: dict[str, EngineTask] = {}  # the part of `_tasks` that waits for an engine
+        self.num_lost = 0  # requests that failed because an engine ended
         self._num_sequences = 0
         self._num_listed = 0
         self._drained = asyncio.Event()
@@ -486,10 +487,12 @@ class AsyncEngine:
         if event.is_request_error or isinstance(error, RequestError | GenerationError | ObjectiveError):
             task.fail(error)
         elif self.state in CLOSED or not task.can_start:
+            self.num_lost += 1
             task.fail(EngineUnavailable(event.reason, retry_after=1.0))
         elif task.num_starts >= MAX_STARTS:  # another try might kill the next engine too
             died = f"the engine died {task.num_starts} times while it worked on this request; it is not started again"
             log.error("request %s: %s: %s", task.request_id, event.reason, died)
+            self.num_lost += 1
             task.fail(GenerationError(died))
         elif task.is_open and self._tasks.get(task.request_id) is task:
             log.warning("request %s: %s; it is started again", task.request_id, event.reason)

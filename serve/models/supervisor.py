@@ -115,6 +115,7 @@ class Supervisor:
         self._sleep_asked = asyncio.Event()
         self._changed = asyncio.Event()  # set whenever the engine's state changes
         self._deaths: deque[float] = deque()
+        self._num_lost = 0  # the engine's, as of the last start
         self._task: asyncio.Task[None] | None = None
         engine.requested = self._wake.set
         engine.on_idle = self._residency.look
@@ -223,7 +224,7 @@ class Supervisor:
             self._deaths.append(now)
             while self._deaths[0] < now - DEATHS_WINDOW_SECONDS:
                 self._deaths.popleft()
-            log.error("%s; %d requests were open", why, self.engine.num_requests)
+            log.error("%s", why)
             self._detach("starting")
             if not await self._start_again(why):
                 return
@@ -261,7 +262,8 @@ class Supervisor:
                 self._deaths.append(time.monotonic())
                 continue
             self.num_restarts += 1
-            log.warning("the engine was started again, in %.2f s", time.monotonic() - started)
+            lost, self._num_lost = self.engine.num_lost - self._num_lost, self.engine.num_lost
+            log.warning("the engine was started again, in %.2f s; requests lost: %d", time.monotonic() - started, lost)
             return True
 
     async def _outlast(self, reason: str, looks_again: bool = True) -> None:
