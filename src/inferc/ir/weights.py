@@ -17,11 +17,19 @@ from torch import Tensor
 
 from inferc.errors import UnsupportedError
 from inferc.ir.ops.pointwise import pointwise
-from inferc.ir.ops.quantize import quantize_int4, quantize_rows, quantize_rows_fp8
+from inferc.ir.ops.quantize import (
+    LARGEST,
+    LARGEST_FP8,
+    int4_divisors,
+    quantize_int4,
+    quantize_rows,
+    quantize_rows_fp8,
+    row_scales,
+)
 
 INT8_OPS = ("int8_values", "int8_scales")
 FP8_OPS = ("fp8_values", "fp8_scales")
-INT4_OPS = ("int4_values", "int4_group_scales", "int4_scales")  # in the order of the results of `quantize_int4`
+INT4_OPS = ("int4_values", "int4_group_scales", "int4_scales")
 
 
 class TensorReader(Protocol):
@@ -189,9 +197,21 @@ def _read_8_bits(weight: Weight, reader: TensorReader, start: int, stop: int) ->
     Both are computed from the same rows of the source, so a chunk of rows needs no other rows.
     """
     rows = read_rows(weight.args[0], reader, start, stop)
-    quantize = quantize_rows if weight.op in INT8_OPS else quantize_rows_fp8
-    values, scales = quantize(rows.flatten(0, -2))
-    return values.view(rows.shape) if weight.op.endswith("_values") else scales.view(rows.shape[:-1])
+    is_int8, flat = weight.op in INT8_OPS, rows.flatten(0, -2)
+    if weight.op.endswith("_scales"):
+        return row_scales(flat, LARGEST if is_int8 else LARGEST_FP8).view(rows.shape[:-1])
+    values, _ = quantize_rows(flat) if is_int8 else quantize_rows_fp8(flat)
+    return values.view(rows.shape)
+
+
+def _read_int4(weight: Weight, reader: TensorReader, start: int, stop: int) -> Tensor:
+    """Read the values, the group scales or the row scales of a weight quantized to 4 bits."""
+    rows = read_rows(weight.args[0], reader, start, stop)
+    flat = rows.flatten(0, -2)
+    if weight.op == "int4_values":
+        return quantize_int4(flat, weight.dim)[0].view(*rows.shape[:-1], -1)
+    of_groups, of_rows = int4_divisors(flat, weight.dim)
+    return of_rows.view(rows.shape[:-1]) if weight.op == "int4_scales" else of_groups.view(*rows.shape[:-1], -1)
 
 
 def int4_scales(weight: Weight, group: int) -> Weight:
@@ -368,9 +388,7 @@ def read_rows(weight: Weight, reader: TensorReader, start: int, stop: int) -> Te
     if weight.op in (*INT8_OPS, *FP8_OPS):
         return _read_8_bits(weight, reader, start, stop)
     if weight.op in INT4_OPS:
-        rows = read_rows(weight.args[0], reader, start, stop)
-        found = quantize_int4(rows.flatten(0, -2), weight.dim)[INT4_OPS.index(weight.op)]
-        return found.view(*rows.shape[:-1], -1) if weight.op != "int4_scales" else found.view(rows.shape[:-1])
+        return _read_int4(weight, reader, start, stop)
     if weight.op == "reshape":
         return _read_reshaped(weight, reader, start, stop)
     if weight.op == "pack":

@@ -50,18 +50,23 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     gets a scale that is not finite, so that the error shows in later results.
     """
     within, scale = _within(x, LARGEST)
-    return (within if _unrounded.get() else within.round().to(torch.int8)), scale
+    return (within if _unrounded.get() else within.round_().to(torch.int8)), scale
+
+
+def row_scales(x: Tensor, largest: float) -> Tensor:
+    """Return the scale of each row, float32 [rows]: its largest magnitude over `largest`, or 1 for a row of zeros."""
+    scale = torch.maximum(x.amax(-1), -x.amin(-1)).float() / largest
+    return scale.masked_fill_(scale == 0, 1.0)
 
 
 def _within(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """Divide each row by its scale; return the rows in float32, from -largest to largest, and the scales.
+    """Divide each row by its scale; return new rows in float32, from -largest to largest, and the scales.
 
     A quotient that is not a number becomes 0.
     """
-    wide = x.float()
-    scale = wide.abs().amax(-1) / largest
-    scale = scale.masked_fill(scale == 0, 1.0)
-    return (wide / scale[:, None]).nan_to_num(0.0).clamp(-largest, largest), scale
+    scale, wide = row_scales(x, largest), x.float()
+    quotient = wide / scale[:, None] if wide is x else wide.div_(scale[:, None])
+    return quotient.nan_to_num_(0.0).clamp_(-largest, largest), scale
 
 
 def _embedding_int8_fake(weight: Tensor, scale: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,7 +142,8 @@ def linear_w8a8(
     x [num_tokens, k] int8; x_scale [num_tokens] float32; the rest as in `linear_int8`, the result in `dtype`.
     """
     # float64 holds every int32 sum exactly, and PyTorch has a fast matrix product for it.
-    sums = torch.nn.functional.linear(x.double(), weight.double()).float()
+    exact = torch.float32 if _unrounded.get() else torch.float64  # which holds every sum of integers
+    sums = torch.nn.functional.linear(x.to(exact), weight.to(exact)).float()
     return _finish(sums * x_scale[:, None] * scale, bias, residual, dtype)
 
 
@@ -190,21 +196,39 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     is rounded to the nearest integer multiple of its row's scale, which is the row's largest group scale over
     `largest_group_scale(k)` (127 or less).
     """
+    wide, exact, scales = _int4_groups(x, group)
+    rows = len(x)
+    if _unrounded.get():
+        return (wide / exact.masked_fill(exact == 0, 1.0)).view(rows, -1), *_int4_divisors(exact, scales)
+    of_groups, of_rows = _int4_divisors(exact, scales)
+    by = (of_groups[..., None] * scales).masked_fill_(of_groups[..., None] == 0, 1.0)
+    values = (wide / by).round_().nan_to_num_(0.0).clamp_(-8, 7).add_(8).to(torch.uint8).view(rows, -1, 2, 4)
+    packed = (values[:, :, 0] | values[:, :, 1] << 4).reshape(rows, -1)
+    return packed, of_groups, of_rows
+
+
+def int4_divisors(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return the second and the third result of `quantize_int4`, which it would compute the values beside."""
+    _, exact, scales = _int4_groups(x, group)
+    return _int4_divisors(exact, scales)
+
+
+def _int4_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x in groups, float32 [rows, groups, group], each group's exact scale, and each row's scale of these."""
     rows, k = x.shape
     groups = -(-k // group)
     wide = torch.nn.functional.pad(x.float(), (0, groups * group - k)).view(rows, groups, group)
     exact = wide.gather(-1, wide.abs().argmax(-1, keepdim=True)) / LARGEST_INT4
     scales = exact.abs().amax(1, keepdim=True) / largest_group_scale(k)
-    scales = scales.masked_fill(scales == 0, 1.0)
+    return wide, exact, scales.masked_fill(scales == 0, 1.0)
+
+
+def _int4_divisors(exact: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     if _unrounded.get():
-        values = wide / exact.masked_fill(exact == 0, 1.0)
-        return values.view(rows, -1), (exact / scales).squeeze(-1), scales.view(rows)
+        return (exact / scales).squeeze(-1), scales.view(-1)
     of_groups = (exact / scales).round()
     of_groups = torch.where(of_groups == 0, exact.sign(), of_groups).nan_to_num(0.0)
-    by = (of_groups * scales).masked_fill(of_groups == 0, 1.0)
-    values = ((wide / by).round().nan_to_num(0.0).clamp(-8, 7) + 8).to(torch.uint8).view(rows, -1, 2, 4)
-    packed = (values[:, :, 0] | values[:, :, 1] << 4).reshape(rows, -1)
-    return packed, of_groups.to(torch.int8).squeeze(-1), scales.view(rows)
+    return of_groups.to(torch.int8).squeeze(-1), scales.view(-1)
 
 
 def int4_group(values: Tensor, group_scale: Tensor) -> int:
