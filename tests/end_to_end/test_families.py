@@ -14,6 +14,7 @@ import torch
 import transformers
 from all_classes import reference
 from families import FAMILIES, skip_without
+from greedy import greedy_of
 from model_table import DOCUMENT, render, versions
 from odd_families import ODD_FAMILIES
 from odd_models import make_odd_model
@@ -41,15 +42,9 @@ def reference_outputs(folder: Path) -> tuple[list[list[int]], list[torch.Tensor]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    model.eval().generation_config.eos_token_id = None
-    tokens, logits = [], []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        tokens.append(out[0, len(prompt) :].tolist())
-        with torch.no_grad():
-            logits.append(model(input_ids=ids, use_cache=False).logits[0])
+    tokens = greedy_of(model, prompts(), NEW_TOKENS)
+    with torch.no_grad():
+        logits = [model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts()]
     return tokens, logits
 
 

@@ -22,6 +22,7 @@ import transformers
 from cuda_runs import logits, run
 from families import FAMILIES
 from gpu_families import REFUSED
+from greedy import greedy_of
 from library_data import library_preferred
 from lowered import as_torch, make_plan
 from random_models import make_random_model
@@ -122,15 +123,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def reference_greedy(folder: Path) -> list[list[int]]:
-    model: Any = reference_model(load(folder), "float32")
-    model.eval().generation_config.eos_token_id = None
-    outputs = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
+    return greedy_of(reference_model(load(folder), "float32"), prompts(), NEW_TOKENS)
 
 
 def sound(made: Made, name: str, dtype: str) -> Path:

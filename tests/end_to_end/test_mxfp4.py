@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from greedy import greedy_of
 from random_models import make_random_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -75,14 +76,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_tokens_are_those_of_the_numbers(folders: tuple[Path, Path], tmp_path: Path) -> None:
     packed, plain = folders
     compile(packed, tmp_path / "out", CompileConfig(dtype="float32", certify="none"))
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(plain, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        expected.append(out[0, len(prompt) :].tolist())
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(plain, attn_implementation="eager")
+    expected = greedy_of(model, PROMPTS, NEW_TOKENS)
     with inferc.LLM(tmp_path / "out") as llm:
         params = inferc.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
         found = [list(result.outputs[0].token_ids) for result in llm.generate(PROMPTS, params)]

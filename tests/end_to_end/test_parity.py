@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from greedy import greedy_of_hugging_face
 from random_models import FAMILIES, make_random_model
 
 import inferc
@@ -41,23 +42,6 @@ def ragged_prompts(vocab_size: int, count: int = 8, longest: int = 60) -> list[l
     source = random.Random(7)
     lengths = [1, longest, *(source.randint(2, longest) for _ in range(count - 2))]
     return [[source.randrange(5, vocab_size) for _ in range(length)] for length in lengths]
-
-
-def reference_greedy(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Return what Hugging Face generates for each prompt on its own, in float32, ignoring end tokens."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
-        )
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
 
 
 def greedy(llm: inferc.LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -100,7 +84,7 @@ def test_random_family_gives_the_reference_tokens(family: str, tmp_path: Path) -
     artifact = tmp_path / "artifact"
     compile(folder, artifact, CompileConfig(certify="none"))
     prompts = ragged_prompts(vocab_size=300)
-    check_every_engine(artifact, prompts, reference_greedy(folder, prompts))
+    check_every_engine(artifact, prompts, greedy_of_hugging_face(folder, prompts, NEW_TOKENS))
 
 
 @pytest.mark.slow
@@ -111,4 +95,4 @@ def test_shipped_model_gives_the_reference_tokens(name: str, tmp_path: Path) -> 
     text = (SHIPPED / "eval.txt").read_text()
     with inferc.LLM(artifact) as llm:
         prompts = [llm.text.encode(text[start : start + start // 3 + 9]) for start in range(0, 70 * 8, 70)]
-    check_every_engine(artifact, prompts, reference_greedy(SHIPPED / name, prompts))
+    check_every_engine(artifact, prompts, greedy_of_hugging_face(SHIPPED / name, prompts, NEW_TOKENS))

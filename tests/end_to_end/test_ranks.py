@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from command_line import run_inferc
+from greedy import greedy_of
 from lowered import make_plan
 from numpy.typing import NDArray
 from random_models import make_random_model
@@ -74,14 +75,7 @@ def reference(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[l
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    model.eval().generation_config.eos_token_id = None
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        options = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0}
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        outputs.append(made[0, len(prompt) :].tolist())
-    return outputs
+    return greedy_of(model, prompts, num_tokens)
 
 
 def generated(path: Path) -> list[list[int]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import run_inferc
+from greedy import greedy_of_hugging_face
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import make_random_model
@@ -83,21 +84,6 @@ def prompt(length: int) -> list[int]:
     return [5 + (length * 31 + 17 * i * i + i) % 300 for i in range(length)]
 
 
-def reference_greedy(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Return what Hugging Face generates for each prompt on its own, in float32, ignoring end tokens."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
-    outputs = []
-    for ids in (torch.tensor([prompt]) for prompt in prompts):
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        outputs.append(out[0, ids.shape[1] :].tolist())
-    return outputs
-
-
 @pytest.mark.slow
 def test_sequences_run_together_where_only_given_back_blocks_make_room(made: Made) -> None:
     prompts, count, budget = [prompt(length) for length in (100, 90, 75, 61)], 60, 16
@@ -120,7 +106,7 @@ def test_sequences_run_together_where_only_given_back_blocks_make_room(made: Mad
         most_tokens = max(most_tokens, int(batch.num_computed[batch.order].sum()))
     stats = engine.stats()
     engine.close()
-    assert found == reference_greedy(made.model, prompts, count)
+    assert found == greedy_of_hugging_face(made.model, prompts, count)
     assert (stats.num_preemptions, stats.finished) == (0, {"length": 4})
     assert most_tokens > (windows - 1) * 16, "more tokens were cached than the windows' pool holds"
     left = sum((len(ids) + count - 2 - WINDOW + 1) // 16 for ids in prompts)
@@ -137,7 +123,7 @@ def test_one_sequence_longer_than_its_pool(made: Made) -> None:
                 llm.generate([ids], params)
             return
         found = llm.generate([ids], params)[0].outputs[0].token_ids
-        assert found == reference_greedy(made.model, [ids], count)[0]
+        assert found == greedy_of_hugging_face(made.model, [ids], count)[0]
         stats = llm.stats()
         assert (stats.num_blocks, stats.num_preemptions) == ([6], 0)
         assert stats.num_freed_outside_window == (150 + count - 2 - WINDOW + 1) // 16
