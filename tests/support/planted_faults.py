@@ -166,7 +166,7 @@ HOW: dict[str, dict[str, Any]] = {
 # ------------------------------------------------------------------------------------- the table of limits
 
 FACTORS = (1.01, 1.001, 1.0003, 1.0001, 1.00003, 1.00001, 1.000003)
-EPS_FACTORS = (10.0, 3.0, 2.0, 1.3, 1.1, 1.03, 1.01)
+EPS_FACTORS = (10.0, 3.0, 2.0, 1.3, 1.1, 1.03, 1.01, 1.003, 1.001, 1.0003, 1.0001)
 SIZED: dict[str, tuple[str, Callable[[float], Edit], tuple[float, ...]]] = {
     "q scaled": ("qwen2", partial(scaled_by, which=0), FACTORS),
     "k scaled": ("qwen2", partial(scaled_by, which=1), FACTORS),

@@ -83,7 +83,7 @@ class Roundings:
 
         def kept(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
             rows, scale = within(x, largest)
-            self._rows.append(rows)
+            self._rows.append(rows.clone())  # they are rounded in place
             return rows, scale
 
         with mock.patch.object(quantize, "_within", kept):
