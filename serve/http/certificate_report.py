@@ -22,7 +22,9 @@ class StoredLimit(Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        return float("inf") if self.found is None else self.found / self.allowed
+        if self.found is None or not self.allowed:
+            return 0.0 if self.found == 0.0 else float("inf")
+        return self.found / self.allowed
 
 
 class StoredRow(Struct, frozen=True):

@@ -49,6 +49,12 @@ def test_logits_that_are_no_numbers_use_more_than_any_budget() -> None:
     assert uses(broken) == [("relative_error", None, 1e-5, "float32")]
 
 
+def test_where_nothing_is_allowed_anything_is_over_it() -> None:
+    exact = limit("kl", 0.0, 0.0)
+    assert uses(row("kernels", "hugging_face", exact)) == [("kl", 0.0, 0.0, "hugging_face")]
+    assert uses(row("kernels", "hugging_face", exact, limit("kl_of_one", 1e-9, 0.0)))[0][0] == "kl_of_one"
+
+
 def test_the_rest_is_shown_as_it_is_stored() -> None:
     report = certificate_report(json.dumps(certificate(row("program", kl=1e-6, later="field"))).encode())
     assert (report["kind"], report["num_prompts"]) == ("auto", 2) and "prompts" not in report
