@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import importlib.metadata
 import logging
 import warnings
@@ -19,6 +18,7 @@ from inferc.errors import ConfigError, ExportError, InfercError
 from inferc.frontend.trace import dense_experts, interfaces, packed_attention, sparse_mixer
 from inferc.frontend.trace.literals import Literals
 from inferc.frontend.trace.positions import first_position, takes_positions
+from inferc.system.own_process import uncollected
 
 HINT = 7  # tokens in the traced example: no size of a real model, so that no other size is mistaken for it
 LONGEST = 2**31 - 1  # tokens: no model takes more
@@ -199,21 +199,6 @@ def quiet() -> Iterator[None]:
                 transformers_logging.enable_progress_bar()
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable garbage collection within the context.
-
-    A trace makes many objects and keeps them, so collections would search them again and again for nothing.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _first_line(error: BaseException) -> str:

@@ -28,7 +28,7 @@ def own_imports() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage while large packages are imported.
+    """Collect no garbage while much is made that stays, as by the import of a large package or by a trace.
 
     A collection looks at every object. During the imports of torch and transformers that takes a quarter of their time,
     and nothing of it is garbage.
