@@ -9,7 +9,6 @@ import logging
 from dataclasses import dataclass
 
 from inferc.errors import ArtifactError, ConfigError, GenerationError, ObjectiveError, RequestError, UnsupportedError
-from inferc.runtime.text.template_process import NoProcess
 from inferc.serve.errors import (
     BatchesGone,
     EngineUnavailable,
@@ -24,6 +23,7 @@ from inferc.serve.errors import (
     RequestTimeout,
     Unauthenticated,
 )
+from inferc.system.worker_process import NoProcess
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from typing import Any
 from inferc.chat_form import ChatForm, form_of
 from inferc.errors import RequestError
 from inferc.runtime.text.chat_messages import formed
-from inferc.runtime.text.template_process import TemplateLimits, TemplateProcess
+from inferc.runtime.text.template_process import TemplateProcess
+from inferc.system.worker_process import WorkerLimits
 
 LOSES_WORDS = (
     "the model's chat template leaves out what the user says, whether it gets a text or a list of parts; send a plain"
@@ -31,7 +32,7 @@ class ChatTemplate:
         source: str,
         facts: Mapping[str, Any],
         form: ChatForm | None = None,
-        limits: TemplateLimits = TemplateLimits(),  # noqa: B008 (frozen)
+        limits: WorkerLimits = WorkerLimits(),  # noqa: B008 (frozen)
     ) -> None:
         tokens = {name: text for name, text in facts.items() if isinstance(text, str)}
         self._process = TemplateProcess(source, tokens, limits)

@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
-from inferc.runtime.text.template_process import NoProcess
 from inferc.serve.errors import EngineUnavailable, QueueFull
 from inferc.serve.http.edge import body_of, response_of
 from inferc.serve.statuses import GIVEN_UP_SECONDS, MAX_MESSAGE, to_client_error
+from inferc.system.worker_process import NoProcess
 
 
 @pytest.mark.parametrize(

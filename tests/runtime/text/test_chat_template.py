@@ -9,8 +9,8 @@ import pytest
 from inferc.chat_form import ChatForm
 from inferc.errors import RequestError
 from inferc.runtime.text.chat_template import ChatTemplate
-from inferc.runtime.text.template_process import TemplateLimits
 from inferc.runtime.text.template_sandbox import Sandbox
+from inferc.system.worker_process import WorkerLimits
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -98,7 +98,7 @@ GROW = (
     "{% set n = namespace(x=[1], y=[1]) %}"
     "{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}"
 )
-LIMITS = TemplateLimits(max_seconds=0.3, max_bytes=256 << 20)
+LIMITS = WorkerLimits(max_seconds=0.3, max_bytes=256 << 20)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_template_ends(source: str) -> None:
 def test_a_template_stays_small(source: str) -> None:
     """However much memory it asks for at once: the process has no more, and this one does not grow."""
     with pytest.raises(RequestError, match="chat template takes more than 256 MiB of memory"):
-        ChatTemplate(source, {}, ChatForm(), TemplateLimits(30.0, LIMITS.max_bytes)).render(MESSAGES)
+        ChatTemplate(source, {}, ChatForm(), WorkerLimits(30.0, LIMITS.max_bytes)).render(MESSAGES)
 
 
 def test_a_long_text_is_refused() -> None:

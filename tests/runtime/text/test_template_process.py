@@ -15,9 +15,9 @@ import pytest
 
 from inferc.chat_form import ChatForm
 from inferc.errors import RequestError
-from inferc.runtime.text import template_process
 from inferc.runtime.text.chat_template import ChatTemplate
-from inferc.runtime.text.template_process import NoProcess, TemplateLimits
+from inferc.system import worker_process
+from inferc.system.worker_process import NoProcess, WorkerLimits
 
 GROW = (
     "{% set n = namespace(x=[1], y=[1]) %}"
@@ -34,12 +34,11 @@ def said(content: str) -> list[dict[str, Any]]:
 
 
 def make(seconds: float = 20.0) -> ChatTemplate:
-    return ChatTemplate(SOURCE, {}, ChatForm(), TemplateLimits(seconds))
+    return ChatTemplate(SOURCE, {}, ChatForm(), WorkerLimits(seconds))
 
 
 def process_of(template: ChatTemplate) -> psutil.Process:
-    (child,) = template._process._children
-    return psutil.Process(child.process.pid)
+    return psutil.Process(template._process.pid)
 
 
 @pytest.mark.parametrize(("content", "message"), [("boom", "more than 0.3 s"), ("mem", "more than 1024 MiB of memory")])
@@ -58,10 +57,10 @@ def test_one_that_somebody_else_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert template.render(said("hi")) == "<hi>"
     process = process_of(template)
     process.kill()
-    template._process._children[0].process.wait()
+    template._process._process._children[0].process.wait()
     assert template.render(said("hi")) == "<hi>"
     process_of(template).suspend()  # so that its own timer does not end it
-    monkeypatch.setattr(template_process, "LATE_SECONDS", -19.8)
+    monkeypatch.setattr(worker_process, "LATE_SECONDS", -19.8)
     with pytest.raises(RequestError, match="more than 20 s"):
         template.render(said("hi"))
     assert template.render(said("hi")) == "<hi>"
@@ -75,7 +74,7 @@ def test_an_interrupted_question_is_not_answered_to_the_next(monkeypatch: pytest
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(template_process, "receive", interrupted)
+        patch.setattr(worker_process, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             template.render(said("first"))
     assert template.render(said("second")) == "<second>"
@@ -102,10 +101,10 @@ def test_variables_are_what_json_has(value: Any) -> None:
 
 def test_a_damaged_answer_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     template = make()
-    monkeypatch.setattr(template_process, "MAX_ANSWER_BYTES", 1)
+    monkeypatch.setattr(worker_process, "MAX_ANSWER_BYTES", 1)
     with pytest.raises(RequestError, match="the model's chat template"):
         template.render(said("hi"))
-    assert not template._process._children
+    assert template._process.pid is None
 
 
 def test_no_process_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +132,13 @@ PARENT = """
 import sys, threading
 from inferc.chat_form import ChatForm
 from inferc.runtime.text.chat_template import ChatTemplate
-from inferc.runtime.text.template_process import TemplateLimits
-template = ChatTemplate(sys.argv[1], {}, ChatForm(), TemplateLimits(1.0))
+from inferc.system.worker_process import WorkerLimits
+template = ChatTemplate(sys.argv[1], {}, ChatForm(), WorkerLimits(1.0))
 said = lambda content: [{"role": "user", "content": content}]
 template.render(said("hi"))
 if sys.argv[2] == "boom":
     threading.Thread(target=template.render, args=(said("boom"),)).start()
-print(template._process._children[0].process.pid, flush=True)
+print(template._process.pid, flush=True)
 sys.stdin.read()
 """
 
