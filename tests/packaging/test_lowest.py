@@ -71,7 +71,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_the_command_line_prints(python: Path, artifact: Path) -> None:
     for arguments in (
-        ("generate", artifact, "--prompt", PROMPT, "--max-tokens", str(COUNT), "--json"),
+        ("generate", artifact, "--prompt", PROMPT, "--max-tokens", str(COUNT), "--temperature", "0", "--json"),
         ("inspect", artifact, "--json"),
     ):
         assert output(python, "-m", "inferc", *arguments) == run_inferc(*arguments).stdout
