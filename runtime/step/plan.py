@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
+U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 Rows = NDArray[np.generic]  # [T, hidden_size], bfloat16 as its bits
 
@@ -107,6 +108,28 @@ class SampleRows:
         )
 
 
+class StepMasks(Protocol):
+    """The masks of a step's rows that may choose some tokens only, which are made while the step runs.
+
+    A mask depends on the ids that the step before samples: the runner calls `begin` once these are known, and `wait`
+    before it samples. Both may be called by several ranks that run the step together.
+    """
+
+    @property
+    def mask_rows(self) -> I32:
+        """For each logits row [S], the row of `bits` that is its mask, or -1."""
+
+    @property
+    def bits(self) -> U32:
+        """The masks [rows, ceil(vocab_size / 32)]: bit i % 32 of word i // 32 is 1 if token i may be chosen."""
+
+    def begin(self, last_ids: I32) -> None:
+        """Start to make the masks. last_ids: per slot, the id that was last sampled."""
+
+    def wait(self) -> None:
+        """Return when the masks are made."""
+
+
 def _no_rows() -> I32:
     return np.zeros(0, np.int32)
 
@@ -169,6 +192,7 @@ class StepPlan:
     # Ascending rows of [0, T) whose values the taps keep.
     tapped_rows: I64 = field(default_factory=_no_long_rows)
     scored: ScoredQueries | None = None  # the queries whose attention scores blocks
+    masks: StepMasks | None = None  # None if every row may choose any token
 
     @property
     def num_tokens(self) -> int:

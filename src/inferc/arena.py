@@ -31,6 +31,11 @@ def round_up(count: int, to: int) -> int:
     return -(-count // to) * to
 
 
+def mask_words(vocab_size: int) -> int:
+    """Return the number of 32-bit words of a mask with a bit for each token."""
+    return -(-vocab_size // 32)
+
+
 def align_rows(count: int) -> int:
     """Round `count` up to a multiple of ROW_ALIGNMENT."""
     return round_up(count, ROW_ALIGNMENT)

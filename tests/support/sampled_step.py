@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inferc.arena import mask_words
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.kernels.sampling.choose import choose, list_stride
 from inferc.codegen.triton.kernels.sampling.process_logits import apply_lists, penalize
@@ -42,6 +43,7 @@ class SampledStep:
     """A step with sampled rows.
 
     logits [S, vocab]; in_prompt and num_output [slots, vocab] of the slots that count; chunk: rows sampled at once.
+    masks [S, vocab]: which tokens each row may choose; a row of no token has no mask.
     """
 
     name: str
@@ -51,6 +53,7 @@ class SampledStep:
     in_prompt: dict[int, NDArray[np.bool_]] = field(default_factory=dict)
     num_output: dict[int, I32] = field(default_factory=dict)
     chunk: int = 16
+    masks: NDArray[np.bool_] | None = None
 
     @property
     def vocab(self) -> int:
@@ -59,7 +62,13 @@ class SampledStep:
     def processed(self, row: int) -> F32:
         """Return the logits from which the choice is made. NaN counts as -inf does."""
         slot = int(self.rows.seq_slots[row])
-        return _processed(self.rows, row, self.logits_without_nan(row), *self.seen(slot))
+        return _processed(self.rows, row, self.masked(row), *self.seen(slot))
+
+    def masked(self, row: int) -> F32:
+        """Return the logits with -inf for the tokens that the row's mask does not have."""
+        logits = self.logits_without_nan(row)
+        mask = None if self.masks is None else self.masks[row]
+        return logits if mask is None or not mask.any() else np.where(mask, logits, np.float32(-np.inf))
 
     def logits_without_nan(self, row: int) -> F32:
         logits = self.logits[row]
@@ -78,14 +87,14 @@ class SampledStep:
         if rows.min_p[row] > 1:  # the most likely token, to which the oracle has no answer
             rows = replace(rows, temperature=np.zeros_like(rows.temperature))
         with np.errstate(over="ignore", invalid="ignore"):
-            return sample_row(rows, row, self.logits_without_nan(row), *seen)[0]
+            return sample_row(rows, row, self.masked(row), *seen)[0]
 
     def sources(self) -> dict[str, Source]:
         vocab, sizes = self.vocab, self.sizes
         strides = self.strides
         return {
             "penalize": penalize(vocab, *strides, block=sizes.block),
-            "apply_lists": apply_lists(*strides, ids=sizes.ids),
+            "apply_lists": apply_lists(vocab, *strides, ids=sizes.ids),
             "row_parts": row_parts(vocab, *strides, part=sizes.part),
             "choose": choose(vocab, *strides, part=sizes.part, tile=sizes.tile),
             "report_logprobs": report_logprobs(vocab, strides[0], block=sizes.block, tile=sizes.tile),
@@ -142,6 +151,7 @@ def _parameters(step: SampledStep, slots: int, device: str) -> tuple[dict[str, T
         array = getattr(rows, name)
         array = array.view(np.int64) if array.dtype == np.uint64 else array
         tensors[f"{names.get(name, name)}_ptr"] = torch.tensor(array, device=device)
+    tensors |= {name: torch.tensor(array, device=device) for name, array in _masks(step).items()}
     addresses = []
     for name, lists in (("bias", rows.logit_bias), ("banned", rows.banned), ("allowed", rows.allowed)):
         starts = lists.starts if len(lists.starts) else np.zeros(len(rows) + 1, np.int32)
@@ -160,6 +170,16 @@ def _parameters(step: SampledStep, slots: int, device: str) -> tuple[dict[str, T
         table[slot] = keep[slot].data_ptr()
     tensors["count_table_ptr"] = table.to(device)
     return tensors, keep
+
+
+def _masks(step: SampledStep) -> dict[str, NDArray[np.int32]]:
+    """Return the masks as bits, without gaps, and which of them is each row's."""
+    masks = np.zeros((len(step.rows), step.vocab), np.bool_) if step.masks is None else step.masks
+    has_mask = masks.any(1)
+    room = np.zeros((has_mask.sum() + 1, mask_words(step.vocab) * 32), np.uint8)
+    room[:-1, : step.vocab] = masks[has_mask]
+    mask_rows = np.where(has_mask, np.cumsum(has_mask) - 1, -1).astype(np.int32)
+    return {"mask_rows_ptr": mask_rows, "masks_ptr": np.packbits(room, axis=1, bitorder="little").view(np.int32)}
 
 
 def faults(step: SampledStep, found: dict[str, NDArray[Any]]) -> list[str]:

@@ -77,6 +77,8 @@ def combined(vocab: int, sizes: Sizes, seed: int, count: int) -> SampledStep:
     for slot in slots[random.random(count) < 0.8].tolist():
         step.in_prompt[slot] = random.random(vocab) < 0.2
         step.num_output[slot] = (random.integers(1, 5, vocab) * (random.random(vocab) < 0.2)).astype(np.int32)
+    share = random.choice([0.0, 0.02, 0.5, 0.98], (count, 1))
+    step.masks = random.random((count, vocab)) < share
     return step
 
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INFERC_ABI 5
+#define INFERC_ABI 6
 #define INFERC_SAMPLE_ROWS 64  // the most logits rows that exist at a time
 #define INFERC_MAX_TOP_LOGPROBS 64
 
@@ -100,6 +100,10 @@ struct SampleArgs {
   const int32_t* banned_ids;
   const int32_t* allowed_starts;
   const int32_t* allowed_ids;
+  // Masks of a bit per token, 1 if the token may be chosen: masks[mask_rows[row]] is [(vocab_size + 31) / 32]; -1: the
+  // row has none. Null mask_rows: no row has one.
+  const int32_t* mask_rows;
+  const uint32_t* masks;
   // State of each slot: counts[slot] is null or [vocab_size]; bit 31: the token is in the prompt; the rest: its count
   // in the output.
   uint32_t* const* counts;

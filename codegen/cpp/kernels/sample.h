@@ -365,6 +365,21 @@ inline i64 draw(const Odds& odds, Cut cut, double u, const RowWork& work) {
 
 INLINE bool has_list(const i32* starts, i64 row) { return starts && starts[row] < starts[row + 1]; }
 
+// Sets the numbers in [from, end) of the tokens whose bit is not set to -inf; `from` is a multiple of 32.
+INLINE void mask_out(const u32* bits, i64 from, i64 end, float* x) {
+  const Vec none = set1(-__builtin_inff());
+  for (i64 i = from; i < end; i += LANES) {
+    const u32 lanes = bits[i / 32] >> (i & 31) & 0xffffu;
+    if (lanes == 0xffffu) continue;
+    if (i + LANES <= end) {
+      store(x + i, only(load(x + i), lanes, none));
+    } else {
+      for (i64 j = i; j < end; ++j)
+        if (!(lanes >> (j - i) & 1)) x[j] = -__builtin_inff();
+    }
+  }
+}
+
 // Applies penalties, bias and masks: x becomes the processed logits. Returns false if there is nothing to do.
 inline bool process(const Crew& crew, const SampleArgs& a, i64 row, const float* logits, float* x) {
   const i64 n = a.vocab_size;
@@ -374,7 +389,9 @@ inline bool process(const Crew& crew, const SampleArgs& a, i64 row, const float*
   const bool penalties = counts && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
   const bool allowed = has_list(a.allowed_starts, row), biased = has_list(a.bias_starts, row);
   const bool banned = has_list(a.banned_starts, row);
-  if (!penalties && !allowed && !biased && !banned) return false;
+  const i64 mask = a.mask_rows ? a.mask_rows[row] : -1;
+  const u32* bits = mask >= 0 ? a.masks + mask * ((n + 31) / 32) : nullptr;
+  if (!penalties && !allowed && !biased && !banned && !bits) return false;
   auto punish = [&](i64 i) {
     if (!counts[i]) return;
     const u32 times = counts[i] & 0x7fffffffu;
@@ -389,6 +406,7 @@ inline bool process(const Crew& crew, const SampleArgs& a, i64 row, const float*
     for (; penalties && i < end; i += LANES)  // nearly all tokens have not occurred
       if (i + LANES > end || any(iload(counts + i)))
         for (i64 j = i; j < i + LANES && j < end; ++j) punish(j);
+    if (bits) mask_out(bits, part * PART, end, x);
   });
   crew.meet();
   if (crew.leads()) {

@@ -79,6 +79,14 @@ INLINE Vec keep(Vec x, int low, int high, Vec other) {
   return {{keep(x.q[0], low, high, other.q[0]), keep(x.q[1], low - 4, high - 4, other.q[1]),
            keep(x.q[2], low - 8, high - 8, other.q[2]), keep(x.q[3], low - 12, high - 12, other.q[3])}};
 }
+INLINE float32x4_t only(float32x4_t x, u32 lanes, float32x4_t other) {
+  const uint32x4_t bits = {1, 2, 4, 8};
+  return vbslq_f32(vtstq_u32(vdupq_n_u32(lanes), bits), x, other);
+}
+INLINE Vec only(Vec x, u32 lanes, Vec other) {
+  return {{only(x.q[0], lanes, other.q[0]), only(x.q[1], lanes >> 4, other.q[1]), only(x.q[2], lanes >> 8, other.q[2]),
+           only(x.q[3], lanes >> 12, other.q[3])}};
+}
 INLINE float32x4_t less(float32x4_t a, float32x4_t b, float32x4_t x, float32x4_t y) {
   return vbslq_f32(vcltq_f32(a, b), x, y);
 }

@@ -52,6 +52,8 @@ INLINE Vec keep(Vec x, int low, int high, Vec other) {
              ~(low >= 16 ? 0xffffu : (1u << (low < 0 ? 0 : low)) - 1);
   return {_mm512_mask_mov_ps(other.v, __mmask16(mask), x.v)};
 }
+// The lanes of x whose bit is set, `other` elsewhere.
+INLINE Vec only(Vec x, u32 lanes, Vec other) { return {_mm512_mask_mov_ps(other.v, __mmask16(lanes), x.v)}; }
 // a < b ? x : y, lane by lane.
 INLINE Vec less(Vec a, Vec b, Vec x, Vec y) {
   return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), x.v)};
@@ -155,6 +157,14 @@ INLINE Vec keep(Vec x, int low, int high, Vec other) {
   __m256 l = _mm256_andnot_ps(lanes_below(low, 0), lanes_below(high, 0));
   __m256 h = _mm256_andnot_ps(lanes_below(low, 8), lanes_below(high, 8));
   return {_mm256_blendv_ps(other.l, x.l, l), _mm256_blendv_ps(other.h, x.h, h)};
+}
+INLINE __m256 only(__m256 x, u32 lanes, __m256 other) {
+  const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(i32(lanes)), bits), bits);
+  return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(set));
+}
+INLINE Vec only(Vec x, u32 lanes, Vec other) {
+  return {only(x.l, lanes, other.l), only(x.h, lanes >> 8, other.h)};
 }
 INLINE Vec less(Vec a, Vec b, Vec x, Vec y) {
   return {_mm256_blendv_ps(y.l, x.l, _mm256_cmp_ps(a.l, b.l, _CMP_LT_OQ)),

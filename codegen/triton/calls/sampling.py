@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from inferc.arena import mask_words
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.calls.builder import Call, Choice
 from inferc.codegen.triton.kernels.sampling.choose import choose, list_stride
@@ -18,7 +19,7 @@ from inferc.manifest_types import Scratch, Where
 
 INPUTS = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "counters", "num_logprobs", "lists")},
-    **{name: name for name in ("bias_starts", "banned_starts", "allowed_starts", "target_ids")},
+    **{name: name for name in ("bias_starts", "banned_starts", "allowed_starts", "mask_rows", "target_ids")},
     **{name: name for name in ("late_rows", "late_slots", "num_late")},
     "slots": "sampled_slots",
     "repetition": "repetition_penalty",
@@ -28,11 +29,14 @@ INPUTS = {
 """The kernels' arguments that are inputs of the step, and the names of these inputs."""
 STATE = ("last_ids", "count_table")
 OUTPUTS = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs", "argmax")
-SCRATCH = ("x", "tops", "first", "mass", "list_values", "list_ids")
+SCRATCH = ("x", "tops", "first", "mass", "list_values", "list_ids", "masks")
 
 
 def scratch(vocab: int) -> dict[str, Scratch]:
-    """Return the scratch memory besides the logits, by name: bytes for each row that is sampled at a time."""
+    """Return the scratch memory besides the logits, by name.
+
+    It is bytes for each row that is sampled at a time; the masks are sent for a whole step.
+    """
     parts = -(-vocab // part_of(vocab))
     whole = 4 * list_stride(vocab)
     sizes = {
@@ -40,7 +44,8 @@ def scratch(vocab: int) -> dict[str, Scratch]:
         "tops": 4 * parts * PLACES.value,
         **dict.fromkeys(("first", "mass"), 4 * parts),
     }
-    return {name: Scratch(per_row=size) for name, size in sizes.items()}
+    rows = {name: Scratch(per_row=size) for name, size in sizes.items()}
+    return {**rows, "masks": Scratch(per_seq=4 * mask_words(vocab))}
 
 
 def sampling_launches(logits: Operand) -> dict[str, list[Call]]:
@@ -58,7 +63,7 @@ def sampling_launches(logits: Operand) -> dict[str, list[Call]]:
         "begin": [replace(late, rows="tokens", arguments=of_step)],
         "sample": [
             made("penalize", penalize(vocab, stride, x_stride)),
-            made("apply_lists", apply_lists(stride, x_stride)),
+            made("apply_lists", apply_lists(vocab, stride, x_stride)),
             made("row_parts", row_parts(vocab, stride, x_stride)),
             made("choose", choose(vocab, stride, x_stride)),
             made("report_logprobs", report_logprobs(vocab, stride)),

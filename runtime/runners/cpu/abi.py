@@ -13,7 +13,7 @@ from inferc.errors import ArtifactError, ConfigError
 from inferc.runtime.artifact.libraries import Library, open_library
 from inferc.system.cpu_features import TILES, cpu_features
 
-ABI = 5
+ABI = 6
 
 # The CPU features that each library's code was compiled to use, by their names in /proc/cpuinfo; best library first.
 _AVX2 = frozenset(("avx2", "fma", "f16c"))
@@ -128,6 +128,8 @@ class SampleArgs(Structure):
         ("banned_ids", c_void_p),
         ("allowed_starts", c_void_p),
         ("allowed_ids", c_void_p),
+        ("mask_rows", c_void_p),
+        ("masks", c_void_p),
         ("counts", c_void_p),
         ("last_ids", c_void_p),
         ("failed", c_void_p),

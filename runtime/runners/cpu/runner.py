@@ -145,11 +145,11 @@ class CpuRunner:
         sample = None
         if len(plan.logits_rows) and self._hidden_out is None:
             state = self.vocab_size, self._count_table, self._last_ids
-            sample = SampleInputs.of(plan.sample, inputs, *state, plan.wants_logprobs)
+            sample = SampleInputs.of(plan.sample, inputs, *state, plan.wants_logprobs, plan.masks)
         taps = None
         if self._tables is not None and len(plan.tapped_rows):
             taps = StepTaps(self._tables, plan)
-        self._worker.submit(lambda: self._run(inputs, sample, plan.copies, taps))
+        self._worker.submit(lambda: self._run(inputs, sample, plan, taps))
 
     def wait(self) -> StepResult:
         """Return the result of the oldest step that was submitted and not yet waited for."""
@@ -178,14 +178,18 @@ class CpuRunner:
         self._worker.put(lambda: self._reset(slot, prompt_ids, output_ids))
 
     def _run(
-        self, inputs: StepInputs, sample: SampleInputs | None, copies: tuple[Copies, ...], taps: StepTaps | None
+        self, inputs: StepInputs, sample: SampleInputs | None, plan: StepPlan, taps: StepTaps | None
     ) -> StepResult:
-        for group, each in enumerate(copies):
+        if plan.masks is not None:
+            plan.masks.begin(self._last_ids)
+        for group, each in enumerate(plan.copies):
             self._copy(group, each)
         host = self._host if taps is None else self._tapping(taps)
         self._step(inputs, host)
         result = StepResult(np.zeros(0, np.int32), hidden=inputs.hidden_out)
         if sample is not None:
+            if plan.masks is not None:
+                plan.masks.wait()
             self._done(self._library.inferc_sample(host, sample.args, self._arena.ctypes.data), "sample")
             result = sample.result()
         return result if taps is None else replace(result, tapped=taps.values())

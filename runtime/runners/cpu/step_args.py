@@ -14,7 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.runtime.runners.cpu import abi
-from inferc.runtime.step.plan import I32, ROW_DTYPES, Logprobs, Rows, SampleRows, StepPlan, StepResult, TokenLists
+from inferc.runtime.step.plan import (
+    I32,
+    ROW_DTYPES,
+    Logprobs,
+    Rows,
+    SampleRows,
+    StepMasks,
+    StepPlan,
+    StepResult,
+    TokenLists,
+)
 
 
 @dataclass
@@ -99,11 +109,13 @@ class SampleInputs:
         counts: NDArray[np.uintp],
         last_ids: I32,
         wants_logprobs: bool = False,
+        masks: StepMasks | None = None,
     ) -> SampleInputs:
         """Build the inputs of the sampler for the rows of a step.
 
         counts: per slot the address of its penalty counts, or 0; last_ids: the last id per slot, written by the
-        sampler; wants_logprobs: return the log probability of every row's chosen token, even where `rows` ask for none.
+        sampler; wants_logprobs: return the log probability of every row's chosen token, even where `rows` ask for none;
+        masks: of the rows that may choose some tokens only.
         """
         count, top = len(rows), int(rows.num_logprobs.max(initial=0))
         out: dict[str, NDArray[Any]] = {
@@ -119,6 +131,8 @@ class SampleInputs:
             kept["num_logprobs"] = np.maximum(kept["num_logprobs"], 1)
         lists = {**_list_args("bias", rows.logit_bias), **_list_args("banned", rows.banned)}
         lists.update(_list_args("allowed", rows.allowed))
+        if masks is not None:
+            lists.update(mask_rows=abi.contiguous(masks.mask_rows, np.int32), masks=masks.bits)
         args = abi.SampleArgs(ctypes.pointer(step.args), vocab_size)
         for name, array in {**kept, **lists, **out}.items():
             setattr(args, name, abi.pointer(array))

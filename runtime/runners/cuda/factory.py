@@ -17,7 +17,7 @@ from inferc.runtime.runners.cuda.runner import CudaRunner
 from inferc.runtime.runners.cuda.weights import placer
 
 OF_LAUNCHES: frozenset[Capability] = frozenset(
-    ["kv_disk", "kv_evict", "kv_events", "partial_blocks", "prefix_cache", "threads"]
+    ["grammars", "kv_disk", "kv_evict", "kv_events", "partial_blocks", "prefix_cache", "threads"]
 )
 
 

@@ -51,7 +51,7 @@ def scratch_bytes(size: Scratch, most: Capacity, max_num_seqs: int) -> int:
 
 
 def graphs_bytes(artifact: CompiledForCuda, max_num_seqs: int, deterministic: bool) -> int:
-    """Return the bytes of the graphs of all buckets, with and without shared prefixes."""
+    """Return the bytes of the graphs of all buckets, with and without shared prefixes, whole and in two parts."""
     order = INVARIANT if deterministic else FAST
     stored = artifact.program.launches
     launches = [*stored.begin, *stored.step, *stored.head, *stored.sample]
@@ -60,7 +60,7 @@ def graphs_bytes(artifact: CompiledForCuda, max_num_seqs: int, deterministic: bo
         sum(each.num_ops for each in launches if each.is_for(order) and each.only == only) for only in ("", SHARED)
     )
     num_launches = 2 * num_always + num_shared if num_shared else num_always
-    return GRAPH_LAUNCH_BYTES * len(buckets(max_num_seqs)) * num_launches
+    return 2 * GRAPH_LAUNCH_BYTES * len(buckets(max_num_seqs)) * num_launches
 
 
 def buffers(artifact: CompiledForCuda, deterministic: bool) -> dict[str, Scratch]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from ctypes import c_void_p
+from typing import TypeAlias
 
 from inferc.runtime.runners.cuda.capacity import Capacity, buckets
 from inferc.runtime.runners.cuda.driver import Driver, OutOfMemory
 from inferc.runtime.runners.cuda.engines import NotCapturable
-from inferc.runtime.runners.cuda.launches import Launches
+from inferc.runtime.runners.cuda.launches import Launches, Part
 
 log = logging.getLogger(__name__)
+
+
+_Key: TypeAlias = tuple[Capacity, bool, Part]
 
 
 class StepGraphs:
@@ -26,7 +30,7 @@ class StepGraphs:
     ) -> None:
         self._driver, self._stream, self._bind = driver, stream, bind
         # None: the device had no memory for the graph, or an engine cannot be captured.
-        self._graphs: dict[tuple[Capacity, bool], c_void_p | None] = {}
+        self._graphs: dict[_Key, c_void_p | None] = {}
         self._buckets = buckets(max_num_seqs)
 
     @property
@@ -43,20 +47,20 @@ class StepGraphs:
             if size & (size - 1) == 0:
                 self.find(Capacity(size, size, size), shares=False)
 
-    def find(self, capacity: Capacity, shares: bool) -> c_void_p | None:
+    def find(self, capacity: Capacity, shares: bool, part: Part = "whole") -> c_void_p | None:
         """Return the graph of a bucket, capturing the launches of its largest step if needed.
 
         Return None if the device has no memory for it, or an engine cannot be captured. shares: sequences share a
-        prefix.
+        prefix. part: the part of the step that the graph is of.
         """
-        key = capacity, shares
+        key = capacity, shares, part
         if key not in self._graphs:
             counts = {"num_tokens": capacity.tokens, "num_rows": capacity.rows, "num_seqs": capacity.seqs}
             launches = self._bind(capacity)
             try:
                 launches.prepare_graph(self._stream, counts)
                 with self._driver.capture(self._stream) as captured:
-                    launches.run(self._stream, counts, shares=shares, captured=True)
+                    launches.run(self._stream, counts, shares=shares, captured=True, part=part)
                 self._graphs[key] = captured.graph
             except OutOfMemory:
                 self._do_without(key)
@@ -64,9 +68,9 @@ class StepGraphs:
                 self._do_without(key, str(error))
         return self._graphs[key]
 
-    def run(self, capacity: Capacity, shares: bool) -> bool:
+    def run(self, capacity: Capacity, shares: bool, part: Part = "whole") -> bool:
         """Launch the graph of a bucket, and return whether there is one."""
-        graph = self.find(capacity, shares)
+        graph = self.find(capacity, shares, part)
         if graph is None:
             return False
         try:
@@ -74,7 +78,7 @@ class StepGraphs:
         except OutOfMemory:
             self._driver.wait(self._stream)
             self._driver.call("cuGraphExecDestroy", graph)
-            self._do_without((capacity, shares))
+            self._do_without((capacity, shares, part))
             return False
         return True
 
@@ -103,7 +107,7 @@ class StepGraphs:
             self._driver.call("cuGraphExecDestroy", graph)
         self._graphs.clear()
 
-    def _do_without(self, key: tuple[Capacity, bool], reason: str = "") -> None:
+    def _do_without(self, key: _Key, reason: str = "") -> None:
         """Run the steps of a graph kernel by kernel from now on. reason: why, if not for lack of memory."""
         if None not in self._graphs.values() and reason:
             log.warning(

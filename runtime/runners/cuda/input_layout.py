@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from inferc.arena import ENGINE_ALIGNMENT, KERNEL_ALIGNMENT, round_up
 from inferc.runtime.runners.cuda.capacity import Capacity
 from inferc.runtime.runners.cuda.shared_prefixes import SharedPrefixes
-from inferc.runtime.step.plan import ROW_DTYPES, SampleRows, StepPlan
+from inferc.runtime.step.plan import I32, ROW_DTYPES, SampleRows, StepPlan
 
 ENGINE_INPUTS = ("token_ids", "positions", "logits_rows")
 NUM_COUNTS = 4  # the numbers of tokens, logits rows and sequences, and the index of the first row
@@ -29,7 +29,7 @@ ROW_FIELDS = {
 LISTS = {"logit_bias": "bias_starts", "banned": "banned_starts", "allowed": "allowed_starts"}
 DTYPES: dict[str, type[np.generic]] = {
     **{field: ROW_DTYPES[name] for name, field in ROW_FIELDS.items()},
-    "target_ids": np.int32,
+    **dict.fromkeys(("mask_rows", "target_ids"), np.int32),
 }
 
 
@@ -69,7 +69,7 @@ class InputLayout:
         self._add("seq_lens", np.int32, seqs)
         self._add("seq_slots", np.int32, seqs)
         self._add("logits_rows", np.int32, rows)
-        for name in (*ROW_FIELDS.values(), "target_ids"):
+        for name in (*ROW_FIELDS.values(), "mask_rows", "target_ids"):
             self._add(name, DTYPES[name], rows)
         for name in LISTS.values():
             self._add(name, np.int32, rows + 1)
@@ -120,6 +120,7 @@ class InputLayout:
         views["num_late"][0] = late
         views["late_rows"][:late], views["late_slots"][:late] = plan.pending_rows, plan.pending_slots
         self._write_sampling(plan.sample, views)
+        views["mask_rows"][:rows] = -1 if plan.masks is None else sent_masks(plan.masks.mask_rows)
         if plan.wants_logprobs:
             views["num_logprobs"][:rows] = np.maximum(plan.sample.num_logprobs, 1)
         copies = [(0, self.tables_at)]
@@ -140,6 +141,12 @@ class InputLayout:
         for name, field in LISTS.items():
             starts = getattr(rows, name).starts
             views[field][: count + 1] = starts if len(starts) else 0
+
+
+def sent_masks(mask_rows: I32) -> I32:
+    """Return which of the masks that are sent to the device is each row's, or -1: they are sent without gaps."""
+    has_mask = mask_rows >= 0
+    return np.where(has_mask, np.cumsum(has_mask) - 1, -1).astype(np.int32)
 
 
 def _write_shared(of: SharedPrefixes | None, group: int, seqs: int, views: dict[str, NDArray[np.generic]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
+from typing import Literal
 
 from inferc.arena import Arena, MostRows
 from inferc.codegen.triton.aot.launch import grid_for
@@ -22,6 +23,8 @@ from inferc.runtime.runners.cuda.engines import EngineCall, Engines, bind_call
 from inferc.runtime.runners.cuda.input_layout import InputLayout
 
 Grids = dict[str, tuple[int, int, int]]
+# A step as a whole, or in two: up to the first logits, and from the sampling of these on.
+Part = Literal["whole", "compute", "sample"]
 Observe = Callable[[Launch, int, int], None]  # (launch, first row, number of rows)
 
 
@@ -110,8 +113,9 @@ class Launches:
         shares: bool = False,
         captured: bool = False,
         observe: Observe | None = None,
+        part: Part = "whole",
     ) -> None:
-        """Give a step of `counts` to the stream.
+        """Give a step of `counts`, or a part of it, to the stream.
 
         shares: some sequences share a prefix; captured: the step becomes a graph, for which `prepare_graph` was called;
         observe: called after each launch was given to the stream.
@@ -123,7 +127,7 @@ class Launches:
             needed.add(PREFILL)
         behind = False  # whether the stream's last entry is a kernel launch
         grids: Grids = {}
-        for launch in self.step:
+        for launch in self.step if part != "sample" else ():
             if launch.launch.only not in needed:
                 continue
             if isinstance(launch, EngineCall):
@@ -140,10 +144,12 @@ class Launches:
             if first >= rows:
                 break
             of_chunk_grids: Grids = {}
-            for launch in head:
+            for launch in head if part != "sample" or chunk else ():
                 behind = launch.run(stream, of_chunk, behind, of_chunk_grids) and observe is None
                 if observe is not None:
                     observe(launch.launch, first, of_chunk["num_rows"])
+            if part == "compute":
+                break
             for launch in last:
                 behind = launch.run(stream, of_chunk, behind, of_chunk_grids)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inferc.runtime.runners.cuda.capacity import Capacity
 from inferc.runtime.step.limits import MAX_TOP_LOGPROBS
-from inferc.runtime.step.plan import Logprobs, StepResult
+from inferc.runtime.step.plan import I32, Logprobs, StepResult
 
 
 @dataclass
@@ -24,6 +24,8 @@ class StepBuffers:
     event: c_void_p
     views: dict[Capacity, dict[str, NDArray[Any]]] = field(default_factory=dict)
     lists: NDArray[np.uint8] | None = None  # the step's bias, banned and allowed ids
+    masks: NDArray[np.uint32] | None = None  # the step's masks [sequences, words]
+    slots: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # of its logits rows
     num_rows: int = 0
     num_logprobs: list[int] | None = None
     wants_logprobs: bool = False
@@ -49,6 +51,11 @@ class StepBuffers:
         ids[failed] = 0
         chosen = self._read("logprobs", np.float32).copy() if self.wants_logprobs else None
         return StepResult(ids, logprobs, failed if failed.any() else None, chosen_logprobs=chosen)
+
+    @property
+    def token_ids(self) -> I32:
+        """The ids that the step sampled, once it is done; -1 for a row that failed."""
+        return self._read("token_ids", np.int32)
 
     def _read(self, name: str, dtype: type[np.generic], width: int = 1) -> NDArray[Any]:
         start = self.places[name]

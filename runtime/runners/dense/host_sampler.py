@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.runtime.step.plan import F32, F64, I32, Logprobs, SampleRows, StepPlan, StepResult, TokenLists
+from inferc.runtime.step.plan import F32, F64, I32, Logprobs, SampleRows, StepMasks, StepPlan, StepResult, TokenLists
 
 
 class HostSampler:
@@ -31,7 +31,12 @@ class HostSampler:
             np.add.at(self._num_output[slot], output_ids, 1)
 
     def token_ids(self, plan: StepPlan) -> I32:
-        """Return the step's token ids, with the late ids that the previous step sampled filled in."""
+        """Return the step's token ids, with the late ids that the previous step sampled filled in.
+
+        The masks of the step begin to be made.
+        """
+        if plan.masks is not None:
+            plan.masks.begin(self._last)
         token_ids = plan.token_ids.copy()
         token_ids[plan.pending_rows] = self._last[plan.pending_slots]
         return token_ids
@@ -39,6 +44,10 @@ class HostSampler:
     def sample(self, plan: StepPlan, logits: F32) -> StepResult:
         """Choose one id for each row of logits [S, vocab_size]."""
         rows = plan.sample
+        raw = logits
+        if plan.masks is not None:
+            plan.masks.wait()
+            logits = _masked(plan.masks, logits)
         ids = logits.argmax(1).astype(np.int32)
         failed = ~np.isfinite(logits[np.arange(len(ids)), ids]) if len(ids) else np.zeros(0, np.bool_)
         for row in np.flatnonzero(~_is_plain(rows)).tolist():
@@ -51,11 +60,18 @@ class HostSampler:
         self._last[rows.seq_slots] = ids
         logprobs = None
         if rows.num_logprobs.any():
-            logprobs = [_logprobs(logits[row], int(ids[row]), int(rows.num_logprobs[row])) for row in range(len(ids))]
+            logprobs = [_logprobs(raw[row], int(ids[row]), int(rows.num_logprobs[row])) for row in range(len(ids))]
         chosen = None
         if plan.wants_logprobs:
-            chosen = log_softmax(logits)[np.arange(len(ids)), ids].astype(np.float32)
+            chosen = log_softmax(raw)[np.arange(len(ids)), ids].astype(np.float32)
         return StepResult(ids, logprobs, failed if failed.any() else None, chosen_logprobs=chosen)
+
+
+def _masked(masks: StepMasks, logits: F32) -> F32:
+    """Return the logits [S, vocab_size] with -inf for the tokens that a row's mask forbids."""
+    bits = np.unpackbits(masks.bits[masks.mask_rows].view(np.uint8), axis=1, bitorder="little")
+    may_be_chosen = bits[:, : logits.shape[1]].astype(np.bool_) | (masks.mask_rows < 0)[:, None]
+    return np.where(may_be_chosen, logits, np.float32(-np.inf))
 
 
 def _is_plain(rows: SampleRows) -> NDArray[np.bool_]:

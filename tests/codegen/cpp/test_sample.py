@@ -14,6 +14,7 @@ from arm import ARM_ISAS
 from cpp_kernels import EMULATED, ISAS, Kernels
 from numpy.typing import NDArray
 
+from inferc.arena import mask_words
 from inferc.codegen.cpp.emit import sample_row_bytes
 from inferc.manifest import align
 from inferc.runtime.runners.cpu import abi
@@ -63,13 +64,23 @@ class Sampled:
 
 
 class Sampler:
-    """Samples rows of logits [rows, vocab] or, each from the same, [vocab]; `counts` are slot 0's."""
+    """Samples rows of logits [rows, vocab] or, each from the same, [vocab]; `counts` are slot 0's.
 
-    def __init__(self, kernels: Kernels, logits: F32, counts: NDArray[np.uint32] | None = None) -> None:
+    masks: which tokens each row may choose, bool [rows, vocab]; a row of no token has no mask.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        logits: F32,
+        counts: NDArray[np.uint32] | None = None,
+        masks: NDArray[np.bool_] | None = None,
+    ) -> None:
         self.kernels, self.logits, self.counts = kernels, np.ascontiguousarray(logits, np.float32), counts
+        self.masks = masks
         self.vocab = self.logits.shape[-1]
 
-    def rows(self, rows: SampleRows) -> Sampled:
+    def rows(self, rows: SampleRows, more: dict[str, NDArray[Any]] | None = None) -> Sampled:
         count = len(rows)
         step = abi.StepArgs(num_rows=count)
         args = abi.SampleArgs(as_step(self.kernels, step), self.vocab)
@@ -86,6 +97,11 @@ class Sampler:
                 put(f"{name}_starts", lists.starts)
                 put(f"{name}_ids", lists.token_ids)
         put("bias_values", rows.logit_bias.values)
+        if self.masks is not None:
+            put("mask_rows", np.where(self.masks.any(1), np.arange(count), -1).astype(np.int32))
+            put("masks", packed(self.masks))
+        for name, array in (more or {}).items():
+            put(name, array)
         if self.counts is not None:
             put("counts", np.array([self.kernels.address(self.counts), *[0] * count], np.uintp))
         out = Sampled(
@@ -119,6 +135,13 @@ class Sampler:
     def reach(self, rows: SampleRows, draws: int = 3000) -> NDArray[np.int64]:
         """Return how often each token was drawn, over that many counters."""
         return np.bincount(self.rows(many(rows, draws)).token, minlength=self.vocab)
+
+
+def packed(masks: NDArray[np.bool_]) -> NDArray[np.uint32]:
+    """Return masks [rows, vocab] as bits [rows, words], the first token in the lowest bit."""
+    room = np.zeros((len(masks), mask_words(masks.shape[1]) * 32), np.uint8)
+    room[:, : masks.shape[1]] = masks
+    return np.packbits(room, axis=1, bitorder="little").view(np.uint32)
 
 
 def as_step(kernels: Kernels, step: abi.StepArgs) -> Any:
@@ -210,6 +233,29 @@ def test_lists_ban_bias_and_allow(kernels: Kernels) -> None:
     assert sampler(rows_with(allowed=some)) == order[200]
     assert sampler(rows_with(allowed=some, banned=[int(order[200])])) == order[201]
     assert set(sampler.reach(rows_with(allowed=some, temperature=5.0), 300).nonzero()[0].tolist()) <= set(some)
+
+
+@pytest.mark.parametrize("size", [1, 31, 33, 1024, 1025, 9000])
+def test_a_mask_of_bits_allows_what_a_list_does(kernels: Kernels, size: int) -> None:
+    source = np.random.default_rng(size)
+    masks = source.random((4, size)) < np.array([[0.5], [0.01], [0.99], [0.0]])
+    masks[:3, size - 1] = True
+    logits = source.standard_normal((4, size)).astype(np.float32) * 3
+    for fields in ({"num_logprobs": 3}, {"temperature": 1.5}, {"temperature": 1.0, "top_k": 3, "logit_bias": {0: 2.0}}):
+        rows = many(rows_with(seeds=size, **fields), 4)
+        lists = [np.flatnonzero(mask).astype(np.int32) for mask in masks]
+        listed = Sampler(kernels, logits).rows(replace(rows, allowed=TokenLists.of(lists)))
+        assert Sampler(kernels, logits, masks=masks).rows(rows).bits() == listed.bits()
+
+
+def test_a_mask_that_allows_nothing_fails_its_row_alone(kernels: Kernels) -> None:
+    masks = np.zeros((2, VOCAB), np.bool_)
+    masks[1, 7] = True
+    sampler = Sampler(kernels, some_logits(), masks=masks)
+    rows = many(rows_with(), 2)
+    bits, sampler.masks = packed(masks), None
+    found = sampler.rows(rows, {"mask_rows": np.arange(2, dtype=np.int32), "masks": bits})
+    assert found.failed.tolist() == [1, 0] and found.token[1] == 7
 
 
 def test_penalties(kernels: Kernels) -> None:

@@ -1,4 +1,4 @@
-"""The kernels that process logits before the choice: penalties, then bias, then allowed ids, then banned ones.
+"""The kernels that process logits before the choice: penalties, the row's mask, bias, allowed ids, banned ones.
 
 `penalize` writes every number of a row that needs any processing, with many programs per row. `apply_lists` then
 processes the ids of the row's lists. Rows that need no processing are left out: `choose` reads their logits.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from inferc.arena import mask_words
 from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.kernels.sampling.rows import (
     CHANGED_BY,
@@ -18,6 +19,7 @@ from inferc.codegen.triton.kernels.sampling.rows import (
     counts_of,
     has_list,
     has_penalties,
+    is_masked_in,
 )
 
 BLOCK = 2048  # tokens of one program of `penalize`
@@ -44,12 +46,15 @@ def penalize_kernel(  # type: ignore[no-untyped-def]
     bias_starts_ptr,
     banned_starts_ptr,
     allowed_starts_ptr,
+    mask_rows_ptr,
     slots_ptr,
     count_table_ptr,
+    masks_ptr,
     counts_ptr,
     VOCAB: tl.constexpr,
     LOGITS_STRIDE: tl.constexpr,
     X_STRIDE: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
@@ -57,7 +62,9 @@ def penalize_kernel(  # type: ignore[no-untyped-def]
         at = tl.load(counts_ptr + FIRST) + row
         penalties = has_penalties(repetition_ptr, presence_ptr, frequency_ptr, slots_ptr, count_table_ptr, at)
         allowed = has_list(allowed_starts_ptr, at)
-        if penalties | allowed | has_list(bias_starts_ptr, at) | has_list(banned_starts_ptr, at):
+        mask_row = tl.load(mask_rows_ptr + at)
+        lists = allowed | has_list(bias_starts_ptr, at) | has_list(banned_starts_ptr, at)
+        if penalties | lists | (mask_row >= 0):
             i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
             mask = i < VOCAB
             x = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -68,23 +75,31 @@ def penalize_kernel(  # type: ignore[no-untyped-def]
                     count = tl.load(counts + i, mask=mask, other=0)
                     presence, frequency = tl.load(presence_ptr + at), tl.load(frequency_ptr + at)
                     x = penalized(x, count, tl.load(repetition_ptr + at), presence, frequency)
+                x = tl.where(is_masked_in(masks_ptr, mask_row, i, mask, WORDS), x, float("-inf"))
             tl.store(x_ptr + row * X_STRIDE + i, x, mask=mask)
 
 
 def penalize(vocab: int, logits_stride: int, x_stride: int, block: int = BLOCK) -> Source:
     """Return the kernel that writes x [rows of the chunk, vocab]: the logits after penalties.
 
-    x is -inf where a row only allows the ids of a list, which `apply_lists` fills in. x and logits are float32; their
-    rows are `x_stride` and `logits_stride` elements apart. Rows that need no processing are not written.
+    x is -inf where a row only allows the ids of a list, which `apply_lists` fills in, and where its mask has a 0: masks
+    i32 [masks, words] have bit i % 32 of word i // 32 for token i. x and logits are float32; their rows are `x_stride`
+    and `logits_stride` elements apart. Rows that need no processing are not written.
     """
     return Source(
         function=penalize_kernel,
         signature={
             **dict.fromkeys(("logits_ptr", "x_ptr"), POINTERS["float32"]),
             **CHANGED_BY,
-            "counts_ptr": POINTERS["int32"],
+            **dict.fromkeys(("masks_ptr", "counts_ptr"), POINTERS["int32"]),
         },
-        constants={"VOCAB": vocab, "LOGITS_STRIDE": logits_stride, "X_STRIDE": x_stride, "BLOCK": block},
+        constants={
+            "VOCAB": vocab,
+            "LOGITS_STRIDE": logits_stride,
+            "X_STRIDE": x_stride,
+            "WORDS": mask_words(vocab),
+            "BLOCK": block,
+        },
         grid=("ceil_div(VOCAB, BLOCK)", "num_rows", "1"),
         num_warps=4,
         stack_bytes=STACK_BYTES,
@@ -102,11 +117,14 @@ def apply_lists_kernel(  # type: ignore[no-untyped-def]
     bias_starts_ptr,
     banned_starts_ptr,
     allowed_starts_ptr,
+    mask_rows_ptr,
     slots_ptr,
     count_table_ptr,
+    masks_ptr,
     counts_ptr,
     LOGITS_STRIDE: tl.constexpr,
     X_STRIDE: tl.constexpr,
+    WORDS: tl.constexpr,
     IDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -119,12 +137,15 @@ def apply_lists_kernel(  # type: ignore[no-untyped-def]
         counts = counts_of(count_table_ptr, slots_ptr, at).to(tl.pointer_type(tl.int32))
         repetition = tl.load(repetition_ptr + at)
         presence, frequency = tl.load(presence_ptr + at), tl.load(frequency_ptr + at)
+        mask_row = tl.load(mask_rows_ptr + at)
         for start in range(tl.load(allowed_starts_ptr + at), end, IDS):
             i = start + tl.arange(0, IDS)
             token = tl.load(ids + i, mask=i < end, other=0)
             value = tl.load(logits_ptr + row * LOGITS_STRIDE + token, mask=i < end, other=0.0)
             count = tl.load(counts + token, mask=(i < end) & penalties, other=0)
-            tl.store(x + token, penalized(value, count, repetition, presence, frequency), mask=i < end)
+            value = penalized(value, count, repetition, presence, frequency)
+            value = tl.where(is_masked_in(masks_ptr, mask_row, token, i < end, WORDS), value, float("-inf"))
+            tl.store(x + token, value, mask=i < end)
         tl.debug_barrier()
         ids = tl.load(lists_ptr).to(tl.pointer_type(tl.int32))
         values = tl.load(lists_ptr + 1).to(tl.pointer_type(tl.float32))
@@ -144,7 +165,7 @@ def apply_lists_kernel(  # type: ignore[no-untyped-def]
             tl.store(x + token, tl.full((IDS,), float("-inf"), tl.float32), mask=i < end)
 
 
-def apply_lists(logits_stride: int, x_stride: int, ids: int = IDS) -> Source:
+def apply_lists(vocab: int, logits_stride: int, x_stride: int, ids: int = IDS) -> Source:
     """Return the kernel that applies bias, allowed ids and banned ids to what `penalize` wrote.
 
     lists_ptr is i64 [4]: the addresses of bias ids i32, bias values f32, banned ids i32 and allowed ids i32. Each row
@@ -156,9 +177,9 @@ def apply_lists(logits_stride: int, x_stride: int, ids: int = IDS) -> Source:
             **dict.fromkeys(("logits_ptr", "x_ptr"), POINTERS["float32"]),
             "lists_ptr": POINTERS["int64"],
             **CHANGED_BY,
-            "counts_ptr": POINTERS["int32"],
+            **dict.fromkeys(("masks_ptr", "counts_ptr"), POINTERS["int32"]),
         },
-        constants={"LOGITS_STRIDE": logits_stride, "X_STRIDE": x_stride, "IDS": ids},
+        constants={"LOGITS_STRIDE": logits_stride, "X_STRIDE": x_stride, "WORDS": mask_words(vocab), "IDS": ids},
         grid=("num_rows", "1", "1"),
         num_warps=4,
         stack_bytes=STACK_BYTES,

@@ -14,10 +14,12 @@ FIRST = tl.constexpr(3)  # the index into `counts_ptr` of the chunk's first row 
 STACK_BYTES = 32
 
 # The arguments of `is_changed`: penalties f32 [rows], starts of lists (CSR) i32 [rows + 1], slots i32 [rows], and the
-# addresses of the slots' counts of tokens, i64.
+# addresses of the slots' counts of tokens, i64; mask_rows i32 [rows]: which row of the masks is the row's own, or -1.
 CHANGED_BY = {
     **dict.fromkeys(("repetition_ptr", "presence_ptr", "frequency_ptr"), POINTERS["float32"]),
-    **dict.fromkeys(("bias_starts_ptr", "banned_starts_ptr", "allowed_starts_ptr", "slots_ptr"), POINTERS["int32"]),
+    **dict.fromkeys(
+        ("bias_starts_ptr", "banned_starts_ptr", "allowed_starts_ptr", "mask_rows_ptr", "slots_ptr"), POINTERS["int32"]
+    ),
     "count_table_ptr": POINTERS["int64"],
 }
 
@@ -50,6 +52,7 @@ def is_changed(  # type: ignore[no-untyped-def]
     bias_starts_ptr,
     banned_starts_ptr,
     allowed_starts_ptr,
+    mask_rows_ptr,
     slots_ptr,
     count_table_ptr,
     row,
@@ -57,7 +60,15 @@ def is_changed(  # type: ignore[no-untyped-def]
     """Return whether the choice is made from other numbers than the logits: because of penalties, a bias or masks."""
     penalties = has_penalties(repetition_ptr, presence_ptr, frequency_ptr, slots_ptr, count_table_ptr, row)
     lists = has_list(bias_starts_ptr, row) | has_list(banned_starts_ptr, row) | has_list(allowed_starts_ptr, row)
-    return penalties | lists
+    return penalties | lists | (tl.load(mask_rows_ptr + row) >= 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def is_masked_in(masks_ptr, mask_row, token, mask, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return whether a row's mask has the tokens; a row without one has all."""
+    own = masks_ptr + tl.maximum(mask_row, 0).to(tl.int64) * WORDS
+    word = tl.load(own + token // 32, mask=mask & (mask_row >= 0), other=-1)
+    return ((word >> (token % 32)) & 1) != 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]

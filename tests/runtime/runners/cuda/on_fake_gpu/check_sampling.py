@@ -8,7 +8,8 @@ import pytest
 from fake_gpu import Pair, opened
 from lowered import make_plan
 
-from inferc.runtime.step.plan import SampleRows, StepPlan, TokenLists
+from inferc.arena import mask_words
+from inferc.runtime.step.plan import I32, SampleRows, StepPlan, TokenLists
 
 PROMPT = [5, 7, 11, 13]
 
@@ -76,6 +77,65 @@ def test_lists(llama: Pair) -> None:
 
 
 @pytest.mark.slow
+class Masks:
+    """Masks of some slots' rows, whose three tokens follow from the last one if that is still being sampled."""
+
+    def __init__(self, slots: list[int], masked: list[int], vocab: int, is_pending: bool = False) -> None:
+        self._is_pending, self._masked, self._vocab = is_pending, masked, vocab
+        self.mask_rows = np.array([slot if slot in masked else -1 for slot in slots], np.int32)
+        self.bits = np.zeros((4, mask_words(vocab)), np.uint32)
+        self.is_made = False
+
+    def begin(self, last_ids: I32) -> None:
+        for slot in self._masked:
+            last = int(last_ids[slot]) if self._is_pending else 0
+            for token in (np.arange(3) * 29 + last * 7 + slot) % self._vocab:
+                self.bits[slot, token // 32] |= np.uint32(1 << int(token) % 32)
+
+    def wait(self) -> None:
+        self.is_made = True
+
+
+def test_masks_follow_the_ids_of_the_step_before(llama: Pair) -> None:
+    """A step is given before those are there: it computes meanwhile, and is sampled once they are."""
+    vocab = llama.artifact.vocab_size
+
+    def steps(greedy: bool) -> list[StepPlan]:
+        plans = [make_plan([(0, PROMPT, 0), (1, PROMPT[:2], 0), (2, PROMPT[1:], 0)])]
+        for step in range(3):
+            plan = make_plan([(slot, [0], length + step) for slot, length in enumerate((4, 2, 3))])
+            plan.pending_rows = plan.pending_slots = np.arange(3, dtype=np.int32)
+            plans.append(plan)
+        for count, plan in enumerate(plans):
+            sampled(plan, counters=count, temperature=0.0 if greedy else 1.3, seeds=[3, 4, 5], num_logprobs=[0, 2, 0])
+            plan.masks = Masks([0, 1, 2], [[2], [0, 2], [], [1]][count], vocab, is_pending=count > 0)
+        plans[2].masks = None
+        return plans
+
+    for greedy in (True, False):
+        ours, theirs = steps(greedy), steps(greedy)
+        expected = [llama.expected(plan) for plan in theirs]
+        llama.runner.submit(ours[0])
+        found = []
+        for plan in ours[1:]:
+            llama.runner.submit(plan)
+            found.append(llama.runner.wait())
+        found.append(llama.runner.wait())
+        assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in expected]
+        for mine, other in zip(found, expected, strict=True):
+            assert mine.logprobs and other.logprobs and mine.logprobs[1] and other.logprobs[1]
+            assert mine.logprobs[1].logprob == pytest.approx(other.logprobs[1].logprob, abs=2e-5)
+
+
+def test_a_mask_of_nothing_fails_its_row_alone(llama: Pair) -> None:
+    plan = make_plan([(0, PROMPT, 0), (1, PROMPT[:2], 0)])
+    plan.masks = Masks([0, 1], [1], llama.artifact.vocab_size)
+    plan.masks.begin = lambda last_ids: None  # type: ignore[method-assign]
+    found, expected = llama.run(plan), llama.expected(make_plan([(0, PROMPT, 0), (1, PROMPT[:2], 0)]))
+    assert found.failed is not None and found.failed.tolist() == [False, True]
+    assert found.token_ids[0] == expected.token_ids[0]
+
+
 def test_many_sequences_with_penalties_start_at_once(llama: Pair) -> None:
     """More than there is pinned memory for their counts, while a step is under way."""
     prompts = [[5 + slot, 7, 5 + slot, 9 + slot] for slot in range(4)]

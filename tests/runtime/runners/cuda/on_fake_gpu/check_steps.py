@@ -11,6 +11,7 @@ from lowered import make_plan
 from inferc.errors import RequestError
 from inferc.runtime.runners.cuda import footprint, shared_prefixes
 from inferc.runtime.runners.cuda.capacity import Capacity, buckets
+from inferc.runtime.runners.cuda.launches import Part
 from inferc.runtime.step.plan import StepPlan
 
 
@@ -133,12 +134,16 @@ def test_a_graph_that_finds_no_memory_at_its_launch(
     assert len(without_graphs(caplog)) == 1
 
 
+PARTS: tuple[Part, ...] = ("whole", "compute", "sample")
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_memory_is_planned_for_every_graph(deterministic: bool) -> None:
     with opened("llama", deterministic=deterministic) as made:
         for size in buckets(4):
             for shares in (False, True) if made.runner._inputs.sharing else (False,):
-                assert made.runner._graphs.find(Capacity(size, size, size), shares) is not None
+                for part in PARTS:
+                    assert made.runner._graphs.find(Capacity(size, size, size), shares, part) is not None
         planned = footprint.footprint(made.artifact, 96, 4, deterministic).graphs
         assert sum(map(len, made.fake.graphs())) * footprint.GRAPH_LAUNCH_BYTES == planned
 
