@@ -1,0 +1,1 @@
+"""JSON Schemas, rewritten into what xgrammar converts exactly."""
