@@ -26,6 +26,7 @@ OF_EXTRAS = frozenset(
         "grpc_reflection",
         "httptools",
         "hypothesis",
+        "jsonschema",
         "matplotlib",
         "onnx",
         "onnx_ir",
@@ -39,7 +40,9 @@ OF_EXTRAS = frozenset(
         "starlette",
         "tensorrt_rtx",
         "triton",
+        "tvm_ffi",
         "uvicorn",
+        "xgrammar",
         "yaml",
         "zmq",
     ]

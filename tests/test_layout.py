@@ -104,6 +104,7 @@ FOLDERS = {
     "runtime": {
         "artifact",
         "engine",
+        "grammar",
         "kv_cache",
         "measure",
         "offload",

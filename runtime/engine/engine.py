@@ -12,13 +12,15 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine.scoring import Pooling, Score, Scorer
+from inferc.runtime.engine.stats import STEP_TOKENS, EngineStats
+from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.events import KvBatch, batch_now
 from inferc.runtime.kv_cache.hashing import root_hash
 from inferc.runtime.offload.manager import BlockMover
@@ -36,21 +38,7 @@ from inferc.runtime.step.sequence import Output, Sequence, StepOutputs, sequence
 
 log = logging.getLogger(__name__)
 
-# The bounds of the histogram of tokens per step: a step is counted at the first bound that holds it.
-STEP_TOKENS = (
-    1,
-    8,
-    16,
-    32,
-    64,
-    128,
-    256,
-    512,
-    1024,
-    2048,
-    4096,
-    8192,
-)
+COMPILE_SECONDS = 0.05  # how long a step waits for a grammar if there is nothing else to do
 STORE_SECONDS = 5.0  # the time after the last step to store blocks for the next run
 
 Outputs: TypeAlias = StepOutputs | list[Output]  # the outputs of a step, to be iterated once
@@ -74,46 +62,6 @@ class ModelLimits:
     cache_identity: tuple[str, str] = ("", "")  # (hash of the model, dtype of K and V), see `root_hash`
 
 
-@dataclass
-class EngineStats:
-    """The counters since the start, and gauges of the present; seconds are of the engine's thread."""
-
-    num_waiting: int = 0
-    num_running: int = 0
-    waiting_ids: list[str] = field(default_factory=list)  # the requests with a sequence or a text that waits
-    kv_usage: float = 0.0  # of the fullest KV group
-    num_blocks: list[int] = field(default_factory=list)  # of each KV group, including block 0
-    block_size: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_refused: int = 0  # requests whose objective could not be met
-    length_error: float = 0.0  # of predicted answer lengths: the mean absolute logarithm of the ratio
-    length_error_of_mean: float = 0.0  # the `length_error` of always predicting the mean
-    cost_error: float = 0.0  # the mean relative error of the predicted seconds of steps
-    num_freed_outside_window: int = 0  # blocks that left every window while their sequences ran
-    num_evicted: int = 0  # blocks of the prefix cache that were evicted
-    num_stored: int = 0  # blocks that were copied to the offload tier
-    num_loaded: int = 0  # blocks that sequences found in the offload tier
-    num_swapped: int = 0  # blocks of preempted sequences that were held until they were copied
-    num_spilled: int = 0  # blocks of running sequences that were moved to the offload tier
-    num_damaged: int = 0  # blocks of earlier runs that did not match their checksum
-    offload_usage: float = 0.0  # of the offload tier's fullest KV group
-    admitted_tokens: int = 0  # prompt tokens, counted at the first admission
-    cached_tokens: int = 0  # the part of `admitted_tokens` that was in the prefix cache
-    prompt_tokens: int = 0
-    scheduled_tokens: int = 0
-    output_tokens: int = 0
-    step_seqs: int = 0  # summed over all steps
-    # numbers of steps, by STEP_TOKENS
-    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    busy_seconds: float = 0.0  # with a step in flight
-    finished: dict[str, int] = field(default_factory=dict)  # by reason: "stop", "length", "error", "abort"
-    schedule_seconds: float = 0.0
-    submit_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    update_seconds: float = 0.0
-
-
 class Engine:
     """An engine that takes requests and returns tokens; it is not thread-safe: one thread calls it (see loop.py).
 
@@ -124,6 +72,7 @@ class Engine:
     recorder: records every request that begins.
     taps: keep the values of requests that ask for it.
     idle_work: does a piece of work that is better done while no request is there; returns False after the last piece.
+    grammars: hold answers to the form that a request asks for.
     """
 
     def __init__(
@@ -138,10 +87,12 @@ class Engine:
         recorder: Recorder | None = None,
         taps: TapCollector | None = None,
         idle_work: Callable[[], bool] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.runner = runner
         self._idle_work = idle_work
         self.taps = taps
+        self.grammars = grammars or Grammars(None, config.max_num_seqs, model.vocab_size)
         self._watchers: tuple[Watcher, ...] = tuple(each for each in (recorder, taps) if each is not None)
         self._before_first_output = before_first_output
         self.model = model
@@ -170,7 +121,7 @@ class Engine:
         cannot be served in the time that it asks for. After any other error except HalfAdded, `abort` removes all that
         is left of it.
         """
-        if request_id in self._requests:
+        if request_id in self.request_ids:
             raise RequestError(f"request id {request_id!r} is in use; give every request its own")
         prompt = list(prompt_token_ids)
         self._check_prompt(prompt, 1)
@@ -189,6 +140,8 @@ class Engine:
         eos = () if params.ignore_eos else self.model.eos_token_ids
         ends = frozenset((*eos, *params.stop_token_ids))
         self._check_choices(params, ends)
+        if params.structured_outputs is not None:
+            self.grammars.check(has_end=bool(self.model.eos_token_ids))
         if params.tap and self.taps is None:
             raise RequestError("tap: this engine keeps no values; start it with --tap NAME, or leave it out")
         for each in self._watchers:
@@ -198,13 +151,20 @@ class Engine:
         if (objection := self.scheduler.objection(seqs[0])) is not None:
             self._stats.num_refused += 1
             raise ObjectiveError(objection)
+        if params.structured_outputs is None:
+            self._begin(seqs, name, seed)
+        else:
+            self.grammars.park(seqs, lambda held: self._begin(held, name, seed))
+
+    def _begin(self, seqs: list[Sequence], name: str, seed: int) -> None:
+        request_id = seqs[0].request_id
         try:
             for seq in seqs:
                 self.scheduler.add(seq)
         except Exception as error:
             raise HalfAdded(f"request {request_id} is half in the scheduler") from error
         self._requests[request_id] = seqs
-        self._stats.prompt_tokens += len(prompt)
+        self._stats.prompt_tokens += seqs[0].prompt_len
         for each in self._watchers:
             each.begin(name, seed, seqs)
 
@@ -245,6 +205,8 @@ class Engine:
         Unknown ids are ignored, because the request may have just ended.
         cause: the cause that a recording states.
         """
+        if self.grammars.abort(request_id, index):
+            return
         for seq in self._requests.get(request_id, [])[:]:
             if index is None or seq.index == index:
                 self.scheduler.abort(seq)
@@ -283,7 +245,7 @@ class Engine:
     @property
     def request_ids(self) -> list[str]:
         """The ids of the requests that have not ended."""
-        return list(self._requests)
+        return [*self._requests, *self.grammars.parked_ids]
 
     @property
     def open_requests(self) -> Iterable[list[Sequence]]:
@@ -372,6 +334,7 @@ class Engine:
         if not seqs:
             del self._requests[seq.request_id]
         self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
+        self.grammars.forget(seq)
         for each in self._watchers:
             each.end(seq, recorded or reason)
 
@@ -380,12 +343,17 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if a step has anything to do, which may be to store unreferenced blocks in the offload tier."""
-        scheduler = self.scheduler
-        return bool(self._in_flight or self._scorer.has_work or scheduler.has_work or scheduler.offload.is_busy)
+        return self._is_computing or bool(self.grammars.num_parked) or self.scheduler.offload.is_busy
+
+    @property
+    def _is_computing(self) -> bool:
+        return bool(self._in_flight or self._scorer.has_work or self.scheduler.has_work)
 
     @property
     def idle_seconds(self) -> float | None:
         """The time for which a step would find nothing to do unless a request comes; None if it has something to do."""
+        if self.grammars.num_parked and not self._is_computing and not self.scheduler.offload.is_busy:
+            return self.grammars.idle_seconds
         if self._in_flight or self._scorer.has_work or self.scheduler.wake_at is None:
             return None
         return max(0.0, self.scheduler.wake_at - self._clock())
@@ -402,6 +370,8 @@ class Engine:
         Raises InfercError if the runner failed; the engine cannot go on then.
         """
         self._is_whole = False
+        if self.grammars.num_parked:
+            self.grammars.begin_ready(0.0 if self._is_computing else COMPILE_SECONDS)
         outputs = self._score() if self._scorer.has_work else []
         plan = self._schedule()
         if plan is not None:
@@ -434,6 +404,7 @@ class Engine:
         stats, started = self._stats, time.perf_counter()
         for seq in self.scheduler.joined:
             self._reset_slot(seq)
+        self.grammars.mask(plan, self.scheduler.batch)
         self.scheduler.offload.read_ahead(plan)
         for each in self._watchers:
             each.submitted(plan, self.scheduler.batch.seqs)
@@ -448,6 +419,7 @@ class Engine:
 
     def _reset_slot(self, seq: Sequence) -> None:
         assert seq.slot is not None
+        self.grammars.join(seq)
         params = seq.params
         if params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty:
             self.runner.reset_slot(seq.slot, None)
@@ -506,7 +478,9 @@ class Engine:
         scheduler = self.scheduler
         self._stats.num_waiting, self._stats.num_running = len(scheduler.waiting), scheduler.num_running
         waiting = (seq.request_id for seq in scheduler.waiting)
-        self._stats.waiting_ids = list(dict.fromkeys((*waiting, *self._scorer.waiting_ids)))
+        waiting_ids = (*waiting, *self.grammars.parked_ids, *self._scorer.waiting_ids)
+        self._stats.waiting_ids = list(dict.fromkeys(waiting_ids))
+        self._stats.num_waiting += self.grammars.num_parked
         self._stats.kv_usage, self._stats.num_preemptions = scheduler.cache.usage, scheduler.num_preemptions
         self._stats.num_freed_outside_window, self._stats.num_evicted = (
             scheduler.cache.num_freed_outside_window,
@@ -542,6 +516,7 @@ class Engine:
                 self.scheduler.offload.close()  # before the runner, whose memory it may be reading
             finally:
                 self.runner.close()
+                self.grammars.close()
 
     def _store_all(self) -> None:
         """End all requests, and copy the blocks of all sequences to the offload tier."""

@@ -30,7 +30,7 @@ TOKENIZER = "the tokenizer is part of the artifact; put its files into the model
 TEXT_ALONE = "prompts are of text alone; leave it out"
 DRAFTS = "is not built yet: tokens are not drafted; leave it out"
 ADAPTERS = "is not built yet: merge the adapter into the model's weights before they are compiled"
-GRAMMARS = "is not built yet: answers are not held to a grammar; leave it out"
+GRAMMARS = "is not built yet: answers are held to a form by xgrammar; leave it out"
 COMPILES = "the options of a compile are those of inferc.CompileConfig; leave it out"
 OUTSIDE = "a model runs in this process, and a server has options of its own: inferc serve --help; leave it out"
 Asks: TypeAlias = tuple[tuple[Any, ...], str]  # the values of an option that ask for nothing; why others are refused
@@ -96,7 +96,9 @@ ENGINE: dict[str, Asks] = {
     **_all("enable_lora", (False,), ADAPTERS),
     **_all("lora_modules max_loras max_lora_rank max_cpu_loras", (), ADAPTERS),
     **_all("speculative_config speculative_model num_speculative_tokens", (), DRAFTS),
-    **_all("structured_outputs_config guided_decoding_backend", ("auto",), GRAMMARS),
+    **_all(
+        "structured_outputs_config guided_decoding_backend", ("auto", "xgrammar", {"backend": "xgrammar"}), GRAMMARS
+    ),
     **_all("reasoning_parser", ("",), "is not built yet: an answer's thoughts are part of its text; leave it out"),
     **_all("logits_processors", ([],), "is not built yet: SamplingParams(logit_bias=…) changes tokens' logits"),
     **_all("compilation_config attention_backend attention_config optimization_level", (), NO_OPTION % COMPILES),
@@ -110,7 +112,7 @@ CALL: dict[str, Asks] = {
     "lora_request": (NONE, "leave it out: merge the adapter into the model's weights before they are compiled"),
     "priority": (NONE, "leave it out"),
     **_all("prompt_adapter_request tokenization_kwargs mm_processor_kwargs", ({},), "leave it out"),
-    "guided_options_request": (NONE, "leave it out: answers are not held to a grammar"),
+    "guided_options_request": (NONE, "give SamplingParams(structured_outputs={…})"),
     "continue_final_message": ((None, False), "leave it out: LLM.generate continues any text"),
     "chat_template": (
         NONE,

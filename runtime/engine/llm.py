@@ -14,7 +14,6 @@ from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.artifact.model_folder import artifact_of
 from inferc.runtime.engine import keywords
 from inferc.runtime.engine.absent import OF_LLM, absent
-from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.engine.load import load_engine, model_defaults
 from inferc.runtime.engine.loop import Embedded, EngineThread, Event, Failed, Scored
 from inferc.runtime.engine.progress_bar import ProgressBar
@@ -28,6 +27,7 @@ from inferc.runtime.engine.request_output import (
     required,
 )
 from inferc.runtime.engine.scoring import Score
+from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.record.tapped import TappedSequence
 from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, from_chat, from_request
 from inferc.runtime.step.sequence import Output

@@ -17,6 +17,9 @@ from inferc.kv_groups import CacheGroup, Eviction, cache_groups
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.engine.scoring import Pooling
+from inferc.runtime.grammar.compiler import GrammarCompiler
+from inferc.runtime.grammar.grammars import Grammars
+from inferc.runtime.grammar.vocabulary import Vocabulary
 from inferc.runtime.record.format import Header, Identity
 from inferc.runtime.record.recorder import Recorder
 from inferc.runtime.record.tapped import TapCollector
@@ -31,7 +34,8 @@ from inferc.runtime.runners.api import (
 )
 from inferc.runtime.runners.nodes import Node, choose_nodes
 from inferc.runtime.scheduler.config import SchedulerConfig
-from inferc.runtime.step.sampling_params import generation_defaults, without_text
+from inferc.runtime.step.generation_defaults import generation_defaults, without_text
+from inferc.runtime.text.tokenizer import Text
 from inferc.targets import DEFAULT_TARGET, find_spec
 from inferc.version import __version__
 
@@ -100,6 +104,7 @@ def load_engine(
     if "prefix_cache" not in can:
         config = dataclasses.replace(config, prefix_cache=False)
     check = artifact.verify_weights()
+    grammars = _make_grammars(artifact, config) if "grammars" in can else None
     groups = _groups(artifact, target, config, can, chunked_prefill)
     nodes = choose_nodes(artifact.program, config.tap) if config.tap else ()
     opened = factory.open(RunnerRequest(artifact, target, config, groups, check.wait))
@@ -122,6 +127,7 @@ def load_engine(
         recorder=recorder,
         taps=taps,
         idle_work=opened.idle_work,
+        grammars=grammars,
     )
     if opened.share_free_slots is not None:
         opened.share_free_slots(engine.scheduler.batch.free_slots)
@@ -207,6 +213,18 @@ def _groups(
     if not chunked_prefill:
         raise ConfigError("kv_evict cuts prompts where something is forgotten; turn chunked prefill on")
     return groups
+
+
+def _make_grammars(artifact: Artifact, config: EngineConfig) -> Grammars | None:
+    """Return what holds answers to grammars, or None for an artifact without a tokenizer, which tells tokens' bytes."""
+    if not artifact.tokenizer.has_tokenizer:
+        return None
+    ends = model_limits(artifact).eos_token_ids
+
+    def vocabulary() -> Vocabulary:
+        return Vocabulary.of(Text(artifact.tokenizer), artifact.vocab_size, ends)
+
+    return Grammars(GrammarCompiler(vocabulary), config.max_num_seqs, artifact.vocab_size)
 
 
 def identity(artifact: Artifact, target: str, computed_by: str, config: EngineConfig) -> Identity:

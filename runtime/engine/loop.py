@@ -19,8 +19,9 @@ import msgspec
 
 from inferc import errors
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
-from inferc.runtime.engine.engine import Engine, EngineStats, HalfAdded, Outputs
+from inferc.runtime.engine.engine import Engine, HalfAdded, Outputs
 from inferc.runtime.engine.scoring import Score
+from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.kv_cache.events import KvBatch
 from inferc.runtime.record.tapped import TappedSequence
 from inferc.runtime.step.plan import Logprobs
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 BROKEN = (
     "the model's logits for this request hold no finite largest value: its weights are broken, its numbers overflow"
-    " on this input, or penalties and biases leave nothing to choose; try another input, penalty or dtype"
+    " on this input, or penalties, biases and a form leave nothing to choose; try another input, penalty, form or dtype"
 )
 # Clients are told this; the actual reason contains our internal names.
 NOT_BEGUN = "the engine cannot begin this request, by a mistake of its own; its log says which"
@@ -67,6 +68,10 @@ class GetStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
     drain: bool  # whether to finish the open requests first
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The command to look again what there is to do; the engine's own threads give it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class Stats:
     stats: EngineStats
 
 
-Command: TypeAlias = Add | Abort | ScoreText | EmbedText | GetStats | Shutdown
+Command: TypeAlias = Add | Abort | ScoreText | EmbedText | GetStats | Shutdown | Wake
 Event: TypeAlias = Output | Failed | ScoredRows | Scored | Embedded | Stats
 # The outputs of a step may come as a StepOutputs; a KvBatch, the step's changes to the cache, belongs to no request.
 Events: TypeAlias = Iterable[Event] | KvBatch
@@ -125,6 +130,7 @@ Emit: TypeAlias = Callable[[Events], None]
 def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) -> None:
     """Step while there is work, and take commands between steps, until `Shutdown` or a failure of the engine."""
     stopping, collects = False, engine.collects_kv_events
+    engine.grammars.wake = lambda: inbox.put(Wake())
     try:
         _tell(engine, emit)  # report that the cache is new
         while True:
@@ -152,6 +158,7 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) ->
                 emit(outputs)
             events: list[Event] = [*failed]
             events += [Failed(name, why, kind=ObjectiveError.__name__) for name, why in engine.take_refused()]
+            events += [Failed(name, why, is_request_error=True) for name, why in engine.grammars.take_invalid()]
             events += [ScoredRows(request_id, rows) for request_id, rows in engine.take_score_rows()]
             events += [Scored(request_id, score) for request_id, score in engine.take_scores()]
             events += [Embedded(request_id, vector.tolist()) for request_id, vector in engine.take_embedded()]

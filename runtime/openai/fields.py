@@ -147,6 +147,7 @@ OBJECT = _of_types("an object", (dict,), {"type": "object"})
 ANY = Kind("anything", lambda value: None, {})
 TEXTS, IDS, LIST = list_of(TEXT), list_of(INTEGER), list_of(ANY)
 STOP = either("a text or a list of texts", TEXT, TEXTS)
+SCHEMA = either("a JSON Schema, as an object or as its text", OBJECT, TEXT)
 FLAG_OR_COUNT = either("an integer, true or false", INTEGER, FLAG)
 PROMPTS = Kind(
     PROMPT_WORDS,
@@ -213,6 +214,16 @@ _SAMPLING: Fields = {
     "tbt_ms": Field(NUMBER, "Between two tokens, on average."),
     "cache_salt": Field(TEXT, "Only requests with the same salt share cached prefixes."),
     "cache_priority": Field(INTEGER),
+    "response_format": Field(OBJECT, 'type "json_schema" with a json_schema.schema, "json_object" or "text".'),
+    "structured_outputs": Field(OBJECT, "One of json, json_object, regex, choice, grammar: the form of the answer."),
+    "guided_json": Field(SCHEMA),
+    "guided_regex": Field(TEXT),
+    "guided_choice": Field(TEXTS),
+    "guided_grammar": Field(TEXT),
+    "json_schema": Field(SCHEMA),
+    "grammar": Field(TEXT),
+    "regex": Field(TEXT),
+    "ebnf": Field(TEXT),
     "return_token_ids": Field(FLAG),
     "stream": Field(FLAG),
     "stream_options": Field(STREAM_OPTIONS),
@@ -241,7 +252,6 @@ CHAT: Fields = {
     "tools": Field(LIST),
     "tool_choice": Field(ANY),
     "parallel_tool_calls": Field(FLAG),
-    "response_format": Field(OBJECT),
 }
 RESPONSE: Fields = {
     **_MODEL,

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 from inferc.errors import RequestError, shown
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.fields import NOTHING, check_fields
+from inferc.runtime.openai.response_format import form_of
 from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.sampling_params import (
     SamplingParams,
@@ -28,7 +29,7 @@ MAX_PROMPTS = 2048  # the most prompts of one request, which is OpenAI's limit
 MAX_VARIABLES = 16_384  # the most values in `chat_template_kwargs`, which go to the template's process as a whole
 
 # The fields of a body that are handed on as SamplingParams has them; those in READ_BY_HAND need more than that.
-READ_BY_HAND = ("max_tokens", "logprobs", "logit_bias", "priority")
+READ_BY_HAND = ("max_tokens", "logprobs", "logit_bias", "priority", "structured_outputs")
 SAMPLING = tuple(
     each.name
     for each in dataclasses.fields(SamplingParams)
@@ -37,16 +38,8 @@ SAMPLING = tuple(
 NOT_BUILT = (
     "tools",
     "functions",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "grammar",
     "structural_tag",
+    "guided_whitespace_pattern",
     "audio",
     "prediction",
     "web_search_options",
@@ -72,7 +65,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(NOT_BUILT, NOTHING),
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {}, {"type": "text"}),
     "modalities": (None, [], ["text"]),
     "reasoning_effort": (None, "none"),  # a template that knows it reads it; it changes nothing elsewhere
     "num_beams": (None, 1),
@@ -181,6 +173,8 @@ def sampling_of(body: Mapping[str, Any], is_served: bool) -> dict[str, Any]:
     sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     if body.get("logit_bias") is not None:
         sampling["logit_bias"] = logit_bias_of(body["logit_bias"])
+    if (form := form_of(body)) is not None:
+        sampling["structured_outputs"] = form
     if body.get("best_of") not in (None, 1, sampling.get("n", 1)):
         raise not_built("best_of", body["best_of"])
     if is_served and any((body.get("stream_options") or {}).values()) and not body.get("stream"):

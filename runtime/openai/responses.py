@@ -16,6 +16,7 @@ from inferc.runtime.openai import request as openai_request
 from inferc.runtime.openai.answer import TokenOf, Usage, chat_logprobs
 from inferc.runtime.openai.fields import NOTHING, check_fields
 from inferc.runtime.openai.request import OpenAIRequest, chat_request, max_tokens_of, sampling_of
+from inferc.runtime.openai.response_format import of_format
 from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.sampling_params import check_integer, check_num_top, check_text
 
@@ -47,7 +48,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "logprobs": NOTHING,
 }
 INNER_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "text": {"format": (None, {}, {"type": "text"})},
     "reasoning": {"summary": (None,), "generate_summary": (None,)},
 }
 ROLES = ("user", "assistant", "system", "developer")
@@ -69,6 +69,7 @@ class ResponseRequest:
     tool_choice: Any = "auto"
     top_logprobs: int = 0
     user: str | None = None
+    text_format: Mapping[str, Any] = field(default_factory=lambda: {"type": "text"})
 
 
 def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> ResponseRequest:
@@ -97,6 +98,9 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
     sampling["max_tokens"] = max_tokens_of(named, body.get("max_tokens"))
     if wants_logprobs:
         sampling["logprobs"] = top
+    text_format = (body.get("text") or {}).get("format") or {}
+    if (form := of_format(text_format, "text.format")) is not None:
+        sampling["structured_outputs"] = form
     chat = chat_request({**body, **_effort(body)}, messages, sampling, True, defaults or {})
     return ResponseRequest(
         replace(
@@ -112,6 +116,7 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
         body.get("tool_choice") or "auto",
         top,
         body.get("user"),
+        text_format or {"type": "text"},
     )
 
 
@@ -256,7 +261,7 @@ class ResponseHead:
             "reasoning": {"effort": request.chat.template.get("reasoning_effort"), "summary": None},
             "store": False,
             "temperature": self.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": request.text_format},
             "tool_choice": request.tool_choice,
             "tools": [],
             "top_logprobs": request.top_logprobs,

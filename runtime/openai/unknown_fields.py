@@ -15,6 +15,7 @@ IGNORED = frozenset(
         "background_tasks",
         "cache_prompt",
         "chat_id",
+        "guided_decoding_backend",
         "id",
         "id_slot",
         "include_reasoning",

@@ -13,7 +13,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "bad_words": (None, []),
     "guided_decoding": (None,),
-    "structured_outputs": (None,),
     "truncate_prompt_tokens": (None,),
     "detokenize": (None, True),
     "spaces_between_special_tokens": (None, True),
@@ -28,10 +27,9 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 # What to do instead of some of them.
 BEST_OF = "leave it out: give n and logprobs=0, and choose by cumulative_logprob"
-CONSTRAINED = "leave it out: answers are not held to a grammar; allowed_token_ids limits the tokens"
 INSTEAD = {
     **dict.fromkeys(("best_of", "use_beam_search", "length_penalty", "early_stopping"), BEST_OF),
-    **dict.fromkeys(("guided_decoding", "structured_outputs"), CONSTRAINED),
+    "guided_decoding": "leave it out: structured_outputs={...} has the same fields",
     "bad_words": "leave it out: banned_token_ids are never chosen",
     "detokenize": "leave it out: an output has text and token_ids",
     "extra_args": "leave it out: SamplingParams has all parameters by their names",

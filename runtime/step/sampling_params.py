@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -12,8 +11,7 @@ from typing import Any
 
 from inferc.errors import RequestError, is_among, nearest, shown
 from inferc.runtime.step.not_built import INSTEAD, NOT_BUILT
-
-log = logging.getLogger(__name__)
+from inferc.runtime.step.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 32
 MAX_STOP_STRINGS = 64
@@ -43,6 +41,9 @@ class SamplingParams:
     tokens, which `ignore_eos` turns off. Before `min_tokens` tokens nothing ends a sequence. Empty `allowed_token_ids`
     allow all; `banned_token_ids` are never chosen. Only requests with the same `cache_salt` share cached prefixes: the
     latency of a request tells nothing about earlier requests with another salt.
+
+    `structured_outputs` holds the answer to a form (a JSON Schema, a regular expression, …), where it then ends; a map
+    of its fields may be given.
 
     `tap` keeps the values of this request that the engine was started to tap (EngineConfig.tap).
 
@@ -84,12 +85,14 @@ class SamplingParams:
     ttft_ms: float | None = None
     tbt_ms: float | None = None
     tap: bool = False
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in LISTS:
             object.__setattr__(self, name, tuple(_items(name, getattr(self, name))))
+        object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.top_k == -1:  # vLLM and TGI write "off" as -1
             object.__setattr__(self, "top_k", 0)
         self._check_numbers()
@@ -166,6 +169,13 @@ class SamplingParams:
             )
         for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
             check_ids(name, getattr(self, name))
+        if self.structured_outputs is not None:
+            for name, given in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
+                if given:
+                    raise RequestError(
+                        f"{name} is {shown(given)}, and an answer that structured_outputs hold to a form ends where the"
+                        " form ends; leave one of them out"
+                    )
 
 
 def _refusing(init: Callable[..., None]) -> Callable[..., None]:
@@ -220,76 +230,6 @@ def changed(params: SamplingParams, **values: Any) -> SamplingParams:
     return other
 
 
-def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling defaults that a Hugging Face generation config asks for.
-
-    `do_sample: false` means greedy: then the values that choose among tokens are ignored, while penalties, lengths and
-    end tokens are used. A value that no request could give (top_p 0, for example) is left out with a warning, because
-    otherwise every request that does not set it would fail.
-    """
-    found: dict[str, Any] = {}
-    for name, value in _theirs(config).items():
-        if name in ("top_k", "max_tokens", "min_tokens") and isinstance(value, float) and value.is_integer():
-            value = int(value)
-        try:
-            # Check each value alone: the least and the most number of tokens are reconciled below.
-            from_request({name: value, **({"max_tokens": None} if name == "min_tokens" else {})})
-        except RequestError as error:
-            log.warning("the model's generation config is not followed in %s: %s", THEIR_NAMES[name], error)
-        else:
-            found[name] = value
-    least, most = found.get("min_tokens", 0), found.get("max_tokens", SamplingParams.max_tokens)
-    if least > most:
-        if "max_tokens" in found:
-            log.warning(
-                "the model's generation config is not followed in min_new_tokens: %d is more than max_new_tokens %d",
-                least,
-                most,
-            )
-            found["min_tokens"] = most
-        else:
-            # Otherwise no request that sets no lengths could be served.
-            found["max_tokens"] = least
-    return found
-
-
-# The names of our parameters in a generation config.
-THEIR_NAMES = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "stop": "stop_strings",
-    "banned_token_ids": "suppress_tokens and bad_words_ids",
-}
-OF_CHOOSING = ("temperature", "top_p", "top_k", "min_p")
-
-
-def _theirs(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a generation config sets, by our names."""
-    values = {name: config.get(theirs) for name, theirs in THEIR_NAMES.items()}
-    if isinstance(values["stop"], str):
-        values["stop"] = [values["stop"]]
-    ends, words = _listed(config.get("eos_token_id")), _listed(config.get("bad_words_ids"))
-    # As in transformers, an end token is no bad word, but it may be suppressed.
-    banned = [each[0] for each in words if isinstance(each, list) and each and each[0] not in ends]
-    banned += _listed(config.get("suppress_tokens"))
-    if banned:
-        values["banned_token_ids"] = sorted(set(banned)) if all(type(token) is int for token in banned) else banned
-    if config.get("do_sample") is False:
-        values.update(dict.fromkeys(OF_CHOOSING))
-        values["temperature"] = 0.0
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _listed(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def without_text(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of a model that is served without its tokenizer: stop strings need text."""
-    return {name: value for name, value in defaults.items() if name != "stop"}
-
-
 def of_chat(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of a conversation's answer: it may be as long as fits, unless the model sets a limit."""
     return {"max_tokens": None, **defaults}
@@ -311,6 +251,8 @@ def _give_way(defaults: dict[str, Any], said: Mapping[str, Any]) -> dict[str, An
         defaults["max_tokens"] = max(least, defaults["max_tokens"])
     if isinstance(most, int) and least is None and "min_tokens" in defaults:
         defaults["min_tokens"] = min(max(most, 0), defaults["min_tokens"])
+    if said.get("structured_outputs") is not None:
+        defaults.pop("min_tokens", None)
     if said.get("allowed_token_ids"):
         defaults.pop("banned_token_ids", None)
     return defaults

@@ -8,7 +8,7 @@ from contextlib import aclosing, closing
 from functools import partial
 
 from inferc.errors import RequestError
-from inferc.runtime.engine.engine import EngineStats
+from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import changed, check_name
 from inferc.serve.answering.entry_limits import check_entries, check_likely

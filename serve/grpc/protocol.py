@@ -15,6 +15,7 @@ from inferc.runtime.openai.request import MAX_PROMPTS
 from inferc.runtime.openai.text_requests import check_dimensions
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, check_num_items, from_request
+from inferc.runtime.step.structured_outputs import StructuredOutputs
 from inferc.serve.kv_events.log import Numbered, block_number
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
@@ -36,6 +37,8 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
         if field.name == "logit_bias":
             check_num_items(field.name, len(value))
             values["logit_bias"] = dict(value)
+        elif field.name == "structured_outputs":
+            values["structured_outputs"] = _structured_outputs(value)
         elif field.name != "unlimited":
             if not isinstance(value, (bool, int, float, str)):
                 check_num_items(field.name, len(value))  # before the items are copied one by one
@@ -46,6 +49,14 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
             raise RequestError("max_tokens and unlimited are both set; leave one out")
         values["max_tokens"] = None
     return from_request(values, defaults)
+
+
+def _structured_outputs(message: pb.StructuredOutputs) -> StructuredOutputs:
+    values = {field.name: value for field, value in message.ListFields()}
+    if "choice" in values:
+        check_num_items("structured_outputs.choice", len(message.choice))
+        values["choice"] = tuple(message.choice)
+    return StructuredOutputs(**values)
 
 
 def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:

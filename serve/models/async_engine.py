@@ -19,9 +19,9 @@ from itertools import islice
 from typing import Literal, TypeVar
 
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
-from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.engine.loop import Embedded, Event, Failed, Scored, Sink, Stats
 from inferc.runtime.engine.scoring import Score
+from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.step.sampling_params import MAX_ITEMS, SamplingParams
 from inferc.runtime.text.tokenizer import Text
 from inferc.serve.errors import (

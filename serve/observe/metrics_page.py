@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from inferc.errors import InfercError
-from inferc.runtime.engine.engine import STEP_TOKENS, EngineStats
+from inferc.runtime.engine.stats import STEP_TOKENS, EngineStats
 from inferc.runtime.measure.histogram import Histogram
 from inferc.serve.models.metrics import OUTCOMES, Outcome
 from inferc.serve.models.models import Models

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from inferc.runtime.engine.llm import LLM
     from inferc.runtime.engine.request_output import CompletionOutput, RequestOutput
     from inferc.runtime.step.sampling_params import SamplingParams
+    from inferc.runtime.step.structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -38,6 +39,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "UnsupportedError",
     "VerifyError",
     "__version__",
@@ -54,6 +56,7 @@ HOMES = {
     "CompletionOutput": "runtime.engine.request_output",
     "RequestOutput": "runtime.engine.request_output",
     "SamplingParams": "runtime.step.sampling_params",
+    "StructuredOutputs": "runtime.step.structured_outputs",
 }
 
 

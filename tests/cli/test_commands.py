@@ -169,6 +169,36 @@ def test_generate(tiny_artifact: Path) -> None:
     assert plain.stdout == streamed.stdout == first["text"] + "\n"
 
 
+def test_generate_holds_to_a_form(tiny_artifact: Path, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"verdict": {"enum": ["yes", "no"]}}, "required": ["verdict"]}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "grammar.gbnf").write_text('root ::= "left" | "right"')
+    for options, pattern in (
+        (("--schema", tmp_path / "schema.json"), r'\s*\{\s*"verdict"\s*:\s*"(yes|no)"\s*\}\s*'),
+        (("--schema", json.dumps(schema)), r'\s*\{\s*"verdict"\s*:\s*"(yes|no)"\s*\}\s*'),
+        (("--regex", "[a-c]{3}"), "[a-c]{3}"),
+        (("--choice", "up", "--choice", "down"), "up|down"),
+        (("--grammar", tmp_path / "grammar.gbnf"), "left|right"),
+    ):
+        found = run_json("generate", tiny_artifact, "--prompt", "Is it? ", "--max-tokens", "99", *options)["outputs"][0]
+        assert re.fullmatch(pattern, found["text"]) and found["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--regex", "a", "--choice", "b"), "--regex and --choice each give the answer a form; give one of them"),
+        (("--schema", "nowhere.json"), "--schema nowhere.json: cannot be read: No such file or directory"),
+        (("--schema", '{"type": "strnig"}'), "--schema: #/type: "),
+        (("--regex", "(a"), "--regex: Regex parsing error"),
+        (("--json-schema", "{}"), "the schema is --schema FILE, or its text"),
+    ],
+)
+def test_generate_refuses_a_wrong_form(tiny_artifact: Path, options: tuple[str, ...], message: str) -> None:
+    done = run_inferc("generate", tiny_artifact, "--prompt", "a", *options)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_generate_with_a_seed_repeats(tiny_artifact: Path) -> None:
     options = ("--prompt", "a", "--max-tokens", "8", "--temperature", "1.5")
     first, second, other = (

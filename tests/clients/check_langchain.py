@@ -10,7 +10,13 @@ import openai
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
-SCHEMA: dict[str, Any] = {"title": "Person", "description": "A person.", "type": "object", "properties": {}}
+SCHEMA: dict[str, Any] = {
+    "title": "Verdict",
+    "description": "A verdict.",
+    "type": "object",
+    "properties": {"verdict": {"enum": ["yes", "no"]}},
+    "required": ["verdict"],
+}
 
 
 def multiply(first: int, second: int) -> int:
@@ -55,12 +61,14 @@ def main(url: str, model: str) -> dict[str, Any]:
         "async_stream": streamed,
         "errors": {
             "tools": fault(lambda: chat.bind_tools([multiply]).invoke("2 * 3?")),
-            "json_schema": fault(lambda: chat.with_structured_output(SCHEMA).invoke("Who?")),
-            "json_mode": fault(lambda: chat.with_structured_output(SCHEMA, method="json_mode").invoke("JSON")),
             "function_calling": fault(
                 lambda: chat.with_structured_output(SCHEMA, method="function_calling").invoke("Who?")
             ),
         },
+        "structured": ChatOpenAI(**options, max_tokens=200).with_structured_output(SCHEMA).invoke("Is it?"),
+        "json_mode": ChatOpenAI(**options, max_tokens=20, model_kwargs={"response_format": {"type": "json_object"}})
+        .invoke("JSON")
+        .content,
         "batch": answers,
         "plain": plain.invoke("def add("),
     }

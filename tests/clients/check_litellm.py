@@ -14,7 +14,8 @@ import openai
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hi."}]
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+VERDICT: Any = {"type": "object", "properties": {"verdict": {"enum": ["yes", "no"]}}, "required": ["verdict"]}
+SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": VERDICT}}
 
 
 def fault(call: Callable[[], Any]) -> list[Any]:
@@ -54,6 +55,11 @@ def main(url: str, model: str) -> dict[str, Any]:
         "text": litellm.text_completion(prompt="def add(", **{**options, "model": f"text-completion-openai/{model}"})
         .choices[0]
         .text,
+        "structured": litellm.completion(
+            messages=MESSAGES, response_format=SCHEMA, **{**options, "ignore_eos": False, "max_tokens": 200}
+        )
+        .choices[0]
+        .message.content,
         "errors": {
             "tools": fault(lambda: litellm.completion(messages=MESSAGES, tools=[TOOL], **options)),
             "schema": fault(lambda: litellm.completion(messages=MESSAGES, response_format=SCHEMA, **options)),

@@ -3,12 +3,45 @@
 import asyncio
 import json
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 
 MESSAGES: Any = [{"role": "user", "content": "Write a function that adds two numbers."}]
 OPTIONS: Any = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+
+
+class Verdict(pydantic.BaseModel):
+    """The answer that the model is asked for."""
+
+    verdict: Literal["yes", "no"]
+    count: int = pydantic.Field(ge=0, le=9)
+
+
+def parsed(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    """Answers of a form: by the client's own helpers, and by vLLM's fields."""
+    options: Any = {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": 200}
+    whole = client.chat.completions.parse(response_format=Verdict, **options)
+    with client.chat.completions.stream(response_format=Verdict, **options) as stream:
+        last = stream.get_final_completion()
+    response = client.responses.parse(
+        model=model, input="How many?", text_format=Verdict, temperature=0, max_output_tokens=200
+    )
+    plain = client.completions.create(
+        model=model, prompt="a", temperature=0, extra_body={"guided_regex": "[a-c]{3}"}, max_tokens=9
+    )
+    choice = client.chat.completions.create(
+        **{**options, "temperature": 1}, extra_body={"structured_outputs": {"choice": ["left", "right"]}}, seed=1
+    )
+    return {
+        "whole": whole.choices[0].message.parsed.model_dump(),
+        "stream": last.choices[0].message.parsed.model_dump(),
+        "response": response.output_parsed.model_dump(),
+        "regex": plain.choices[0].text,
+        "choice": choice.choices[0].message.content,
+        "reasons": [each.choices[0].finish_reason for each in (whole, last, plain, choice)],
+    }
 
 
 def streamed(chunks: Any) -> dict[str, Any]:
@@ -69,6 +102,7 @@ def sync(url: str, model: str) -> dict[str, Any]:
         model=model, prompt="a", max_tokens=1, extra_headers={"X-Request-Id": "my-own-id"}
     )
     seen["request_id"] = raw.headers["x-request-id"]
+    seen["parsed"] = parsed(client, model)
     errors = seen["errors"] = {}
     calls: dict[str, Any] = {
         "model": lambda: client.completions.create(model="none", prompt="a"),
@@ -78,7 +112,10 @@ def sync(url: str, model: str) -> dict[str, Any]:
             model=model, messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
         ),
         "schema": lambda: client.chat.completions.create(
-            model=model, messages=MESSAGES, response_format={"type": "json_object"}
+            model=model,
+            messages=MESSAGES,
+            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"contains": {}}}},
+            stream=True,
         ),
         "image": lambda: client.chat.completions.create(
             model=model,

@@ -8,6 +8,10 @@ const MESSAGES = [{ role: "user", content: "Write a function that adds two numbe
 const OPTIONS = { model, messages: MESSAGES, temperature: 0, max_tokens: 12, ignore_eos: true };
 const TOOL = { type: "function", function: { name: "f", parameters: { type: "object", properties: {} } } };
 
+const FREE = { ignore_eos: false, max_tokens: 200 };
+const format = (schema) => ({ type: "json_schema", json_schema: { name: "verdict", schema } });
+const VERDICT = { type: "object", properties: { verdict: { enum: ["yes", "no"] } }, required: ["verdict"] };
+
 async function streamed(stream) {
   const seen = { pieces: [], reasons: [], usage: null };
   for await (const chunk of stream) {
@@ -71,13 +75,15 @@ async function main() {
     ),
     completion: await client.completions.create({ ...OPTIONS, messages: undefined, prompt: "def add(" }),
     responses: await responded(),
+    structured: (await create({ ...FREE, response_format: format(VERDICT) })).choices[0].message.content,
+    structured_stream: (await streamed(await create({ ...FREE, response_format: format(VERDICT), stream: true }))).pieces,
     errors: {
       tools: await fault(() => create({ tools: [TOOL] })),
       run_tools: await fault(() => {
         const tool = { type: "function", function: { ...TOOL.function, function: () => 1, parse: JSON.parse } };
         return client.chat.completions.runTools({ ...OPTIONS, tools: [tool] }).finalContent();
       }),
-      schema: await fault(() => create({ response_format: { type: "json_object" } })),
+      schema: await fault(() => create({ ...FREE, response_format: format({ contains: {} }) })),
       model: await fault(() => create({ model: "none" })),
       embeddings: await fault(() => client.embeddings.create({ model, input: "a" })),
     },

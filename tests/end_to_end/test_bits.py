@@ -17,8 +17,8 @@ import inferc
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.runtime.artifact.inspect import inspect_artifact
-from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.engine.load import load_engine
+from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.step.cost import WORK
 
 Bits = list[tuple[int, float]]  # token id and log probability of every new token

@@ -8,9 +8,9 @@ from typing import Any
 from virtual_time import Gate
 
 from inferc.errors import InfercError
-from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.engine.loop import Failed, Scored, Sink, Stats
 from inferc.runtime.engine.scoring import Score
+from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.step.sampling_params import SamplingParams
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from inferc.runtime.engine.llm import LLM
     from inferc.runtime.engine.prompts import Prompt
     from inferc.runtime.step.sampling_params import SamplingParams
+    from inferc.runtime.step.structured_outputs import StructuredOutputs
 
 MaxTokens = Annotated[
     int | None,
@@ -83,6 +84,26 @@ Seed = Annotated[
     int | None, typer.Option("--seed", metavar="N", help="Seed of the random numbers, which makes sampling repeatable.")
 ]
 
+Schema = Annotated[
+    str | None,
+    typer.Option(
+        "--schema",
+        metavar="FILE|JSON",
+        help='JSON Schema that the answer follows: a file, or the schema itself, as \'{"type": "object", …}\'.',
+    ),
+]
+Regex = Annotated[
+    str | None, typer.Option("--regex", metavar="PATTERN", help="Regular expression that the whole answer matches.")
+]
+Choice = Annotated[
+    list[str] | None,
+    typer.Option("--choice", metavar="TEXT", help="Answer with one of these texts; repeated for each of them."),
+]
+Grammar = Annotated[
+    Path | None,
+    typer.Option("--grammar", metavar="FILE", help="Grammar of the answer, as GBNF (llama.cpp's form) or Lark's."),
+]
+
 
 def generate(
     out: OutOrModel,
@@ -108,6 +129,10 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue after the model's end-of-sequence token.")
     ] = False,
+    schema: Schema = None,
+    regex: Regex = None,
+    choice: Choice = None,
+    grammar: Grammar = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it is generated.")] = False,
     threads: Threads = None,
     isa: Isa = "auto",
@@ -139,11 +164,12 @@ def generate(
     if prompt.count("-") > 1:
         raise ConfigError(f"--prompt - was given {prompt.count('-')} times: standard input is one prompt; give it once")
     check_tap(tap, tap_out)
+    form = form_of(schema, regex, choice, grammar)
     from inferc.runtime.engine.llm import LLM
 
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     asked.update(min_p=min_p, repetition_penalty=repetition_penalty)
-    asked.update(stop=tuple(stop) if stop else None, ignore_eos=ignore_eos, tap=bool(tap))
+    asked.update(stop=tuple(stop) if stop else None, ignore_eos=ignore_eos, tap=bool(tap), structured_outputs=form)
     texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
     with LLM(
         out,
@@ -188,6 +214,34 @@ def generate(
 def _limit(llm: LLM, given: int | None, otherwise: int) -> int:
     """Return the largest number of new tokens: the given one, the model's default, or else the command's default."""
     return given if given is not None else int(llm.defaults.get("max_tokens", otherwise))
+
+
+def form_of(
+    schema: str | None, regex: str | None, choice: list[str] | None, grammar: Path | None
+) -> StructuredOutputs | None:
+    """Return the form that the options ask of an answer, or None. Raises ConfigError for more than one of them."""
+    options = {"--schema": schema, "--regex": regex, "--choice": choice, "--grammar": grammar}
+    given = [name for name, value in options.items() if value]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} each give the answer a form; give one of them")
+    from inferc.runtime.step.structured_outputs import StructuredOutputs
+
+    (name,) = given
+    if schema:
+        text = schema if schema.lstrip().startswith("{") else _text_of(name, Path(schema))
+        return StructuredOutputs(json=text, label=name)
+    if grammar:
+        return StructuredOutputs(grammar=_text_of(name, grammar), label=name)
+    return StructuredOutputs(regex=regex, choice=tuple(choice or ()) or None, label=name)
+
+
+def _text_of(option: str, path: Path) -> str:
+    try:
+        return decode_utf8(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be read: {error.strerror}") from None
 
 
 def check_tap(tap: list[str] | None, tap_out: Path | None) -> None:

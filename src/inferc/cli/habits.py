@@ -51,6 +51,8 @@ OF_GENERATING = {
         ("-n", "--n-predict", "--predict", "--max-new-tokens"), "the limit of new tokens is --max-tokens N"
     ),
     "--temp": "the temperature is --temperature T",
+    **dict.fromkeys(("-j", "--json-schema", "-jf", "--json-schema-file"), "the schema is --schema FILE, or its text"),
+    "--grammar-file": "the grammar is --grammar FILE",
     "--repeat-penalty": "the penalty is --repetition-penalty X",
     **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "to talk with a model: inferc chat OUT"),
     "-t": "the number of threads is --threads N",
@@ -58,9 +60,10 @@ OF_GENERATING = {
     **dict.fromkeys(("-np", "--parallel"), "the most sequences of a step are --max-num-seqs N"),
     "--stop-token": "texts that end an answer are --stop TEXT",
 }
+_FORMS = ("-j", "--json-schema", "-jf", "--json-schema-file", "--grammar-file")
 _NOT_OF_CHATS = ("-np", "--parallel", "--stop-token", "-cnv", "--conversation", "-i", "--interactive", "-f", "--file")
 OF_CHATTING = {
-    **{option: message for option, message in OF_GENERATING.items() if option not in _NOT_OF_CHATS},
+    **{option: message for option, message in OF_GENERATING.items() if option not in _NOT_OF_CHATS + _FORMS},
     **dict.fromkeys(("--model", "-m"), f"{MODEL}: inferc chat OUT"),
     **dict.fromkeys(("-sys", "--system-prompt", "-p", "--prompts"), "the system message is --system TEXT"),
 }

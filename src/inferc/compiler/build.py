@@ -57,7 +57,7 @@ from inferc.manifest_types import Config, KernelRow, ManifestFacts, Model, PassR
 from inferc.passes.parallel.expert_placement import Placement, placements
 from inferc.passes.pipeline import Observe, PassRecord
 from inferc.passes.user_passes import UserPass, load_passes
-from inferc.runtime.step import sampling_params
+from inferc.runtime.step.generation_defaults import generation_defaults as request_defaults
 from inferc.runtime.text.tokenizer import Text
 from inferc.system.interrupts import Interrupts, interruptible
 from inferc.system.progress import Progress, silent
@@ -117,7 +117,7 @@ def compile(
         ranks = _ranks(config)
         resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config))
         generation = generation_defaults(checkpoint)
-        sampling_params.generation_defaults(generation)  # before compiling, report defaults that no request may have
+        request_defaults(generation)  # before compiling, report defaults that no request may have
         build = _Build(checkpoint, resolved, backend, folder, tokenizer, report, interrupts, generation, passes, ranks)
         with threads_for(num_parameters):
             certificate = build.run()

@@ -13,7 +13,7 @@ from inferc.errors import ConfigError
 from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
 from inferc.frontend.text import generation
 from inferc.frontend.text.generation import eos_token_ids, generation_defaults
-from inferc.runtime.step import sampling_params
+from inferc.runtime.step.generation_defaults import generation_defaults as request_defaults
 from inferc.runtime.step.sampling_params import SamplingParams, from_request
 
 
@@ -167,7 +167,7 @@ def written(folder: Path, values: dict[str, Any], length: int | None = None) -> 
 
 def params(folder: Path, values: dict[str, Any], **said: Any) -> SamplingParams:
     """Return the parameters of a request that says this, by way of what is written into the artifact."""
-    return from_request(said, sampling_params.generation_defaults(written(folder, values)))
+    return from_request(said, request_defaults(written(folder, values)))
 
 
 # A value of each field that is followed, and what it makes of a request that says nothing.

@@ -23,7 +23,7 @@ from serving import wait_until
 
 from inferc.errors import ConfigError, GenerationError, InfercError, ObjectiveError
 from inferc.runtime.engine import process as engine_process
-from inferc.runtime.engine.engine import Engine, EngineStats
+from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.loop import (
     Abort,
     Add,
@@ -53,6 +53,7 @@ from inferc.runtime.engine.process import (
     EngineProcess,
 )
 from inferc.runtime.engine.scoring import Score
+from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.kv_cache.events import KvBatch
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams

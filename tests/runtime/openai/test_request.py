@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from batches import CHAT, COMPLETIONS, EMBEDDINGS
 
+from inferc import StructuredOutputs
 from inferc.errors import GenerationError, ObjectiveError, RequestError
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, Token, error_body, prompt_offsets, response_body
@@ -119,7 +120,27 @@ def test_limits_and_logprobs_of_a_chat(asked: dict[str, Any], sampling: dict[str
         (COMPLETIONS, {"suffix": "z"}, 'suffix is "z", which', "suffix"),
         (COMPLETIONS, {"best_of": 3}, "best_of is 3, which", "best_of"),
         (COMPLETIONS, {"prompt_logprobs": 0}, "prompt_logprobs is 0, which", "prompt_logprobs"),
-        (COMPLETIONS, {"guided_regex": "a+"}, 'guided_regex is "a+", which', "guided_regex"),
+        (COMPLETIONS, {"guided_regex": 5}, "guided_regex: expected a text, found 5", "guided_regex"),
+        (COMPLETIONS, {"guided_choice": ["a", 5]}, "guided_choice[1]: expected a text, found 5", "guided_choice"),
+        (COMPLETIONS, {"guided_whitespace_pattern": " "}, "which is not built yet", "guided_whitespace_pattern"),
+        (
+            COMPLETIONS,
+            {"guided_regex": "a", "grammar": "b"},
+            "guided_regex: grammar gives the answer a form, too; send one of them",
+            "guided_regex",
+        ),
+        (
+            COMPLETIONS,
+            {"structured_outputs": {"regxe": "a"}},
+            'structured_outputs: it has no field "regxe"; did you mean regex?',
+            "structured_outputs",
+        ),
+        (
+            COMPLETIONS,
+            {"guided_regex": "a", "ignore_eos": True},
+            "ignore_eos is true, and an answer that structured_outputs hold to a form ends where the form ends",
+            "ignore_eos",
+        ),
         (COMPLETIONS, {"add_special_tokens": False}, "give the prompt as token ids", "add_special_tokens"),
         (COMPLETIONS, {"n": "2"}, 'n: expected an integer, found "2"', "n"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens is 0; expected at least 1", "max_tokens"),
@@ -159,8 +180,20 @@ def test_limits_and_logprobs_of_a_chat(asked: dict[str, Any], sampling: dict[str
         (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 'tool_choice is "required", which', "tool_choice"),
         (
             CHAT,
-            {"messages": MESSAGES, "response_format": {"type": "json_object"}},
-            'response_format is {"type": "json_object"}, which is not built yet',
+            {"messages": MESSAGES, "response_format": {"type": "json-schema"}},
+            'response_format.type is "json-schema"; did you mean json_schema?',
+            "response_format",
+        ),
+        (
+            CHAT,
+            {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema is missing; give the JSON Schema that the answer follows",
+            "response_format",
+        ),
+        (
+            CHAT,
+            {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+            "response_format.json_schema.schema: expected a JSON Schema, found [1]",
             "response_format",
         ),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs is 2 without logprobs", "top_logprobs"),
@@ -307,3 +340,41 @@ def test_vectors_that_are_asked_for() -> None:
     for value, message in ((0, "dimensions is 0; expected at least 1"), ("8", "dimensions: expected an integer")):
         with pytest.raises(RequestError, match=message):
             read_embedding({"input": "a", "dimensions": value})
+
+
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {}, "guided_choice": [], "grammar": "", "structured_outputs": {}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, StructuredOutputs(json='{"a": 1}')),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {}}}},
+            StructuredOutputs(json="{}"),
+        ),
+        ({"response_format": {"type": "json_schema", "schema": {}}}, StructuredOutputs(json="{}")),
+        ({"guided_json": {}}, StructuredOutputs(json="{}")),
+        ({"guided_json": '{"type": "null"}'}, StructuredOutputs(json='{"type": "null"}')),
+        ({"json_schema": {"type": "null"}}, StructuredOutputs(json='{"type": "null"}')),
+        ({"guided_regex": "a+", "guided_decoding_backend": "outlines"}, StructuredOutputs(regex="a+")),
+        ({"regex": "a+"}, StructuredOutputs(regex="a+")),
+        ({"guided_choice": ["a", "b"]}, StructuredOutputs(choice=("a", "b"))),
+        ({"guided_grammar": "start: X"}, StructuredOutputs(grammar="start: X")),
+        ({"ebnf": "root ::= x"}, StructuredOutputs(grammar="root ::= x")),
+        ({"grammar": "root ::= x"}, StructuredOutputs(grammar="root ::= x")),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            StructuredOutputs(json="{}", disable_any_whitespace=True),
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
+def test_forms_by_the_names_that_clients_have(url: str, body: dict[str, Any], form: StructuredOutputs | None) -> None:
+    prompt: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
+    request = parse_request(url, {**prompt, **body}, is_served=True)
+    assert request.params.structured_outputs == form and not request.warnings
+    if form is not None:
+        label = request.params.structured_outputs.label if request.params.structured_outputs else ""
+        assert label.split(".")[0] in body

@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 
 from inferc.errors import RequestError
-from inferc.runtime.step.sampling_params import (
-    SamplingParams,
-    changed,
-    from_chat,
-    from_request,
-    generation_defaults,
-)
+from inferc.runtime.step.generation_defaults import generation_defaults
+from inferc.runtime.step.sampling_params import SamplingParams, changed, from_chat, from_request
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,16 @@ def test_litellm_completes_and_streams(litellm: Any) -> None:
     assert len(litellm["many"]) == 2 and litellm["logprobs"] == 12 and litellm["text"]
 
 
+def test_litellm_gets_answers_of_a_schema(litellm: Any) -> None:
+    assert json.loads(litellm["structured"])["verdict"] in ("yes", "no")
+
+
 def test_litellm_raises_its_own_errors(litellm: Any) -> None:
     errors = litellm["errors"]
     assert errors["model"][:2] == ["NotFoundError", 404] and "is not served here" in errors["model"][2]
     for name, told in (
         ("tools", NOT_BUILT),
-        ("schema", NOT_BUILT),
+        ("schema", "ignore_eos is true, and an answer that structured_outputs hold to a form ends where"),
         ("long", "tokens"),
         ("embedding", "makes no vectors of texts"),
     ):
@@ -91,8 +95,6 @@ def test_llm_prompts_streams_and_goes_on(folder: Path, url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        (("-o", "json_object", "true"), "response_format"),
-        (("--schema", "name, age int"), "response_format"),
         (("-T", "llm_version"), "tools"),
     ],
 )
@@ -100,6 +102,15 @@ def test_llm_shows_what_is_not_built(folder: Path, arguments: tuple[str, ...], f
     done = llm(folder, "-m", "ours", "Say hi", *arguments)
     assert done.returncode == 1 and f"400 - {field} is {{" in done.stderr.replace("is [{", "is {")
     assert NOT_BUILT in done.stderr
+
+
+def test_llm_gets_answers_of_a_schema(folder: Path) -> None:
+    schema = json.dumps({"type": "object", "properties": {"verdict": {"enum": ["yes", "no"]}}, "required": ["verdict"]})
+    done = llm(folder, "-m", "ours", "Is it?", "--schema", schema, "-o", "temperature", "0", "-o", "max_tokens", "200")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"] in ("yes", "no")
+    free = llm(folder, "-m", "ours", "Say hi", "-o", "json_object", "true", *GREEDY)
+    assert free.returncode == 0 and free.stdout.startswith("{"), free.stderr
 
 
 # ----------------------------------------------------------------------------------------------- JavaScript
@@ -122,10 +133,16 @@ def test_javascript_completes_and_streams(node: Any, tiny_artifact: Path) -> Non
     assert node["responses"]["kinds"][-1] in ("response.completed", "response.incomplete")
 
 
+def test_javascript_gets_answers_of_a_form(node: Any) -> None:
+    assert json.loads(node["structured"])["verdict"] in ("yes", "no")
+    assert "".join(node["structured_stream"]) == node["structured"] and len(node["structured_stream"]) > 2
+
+
 def test_javascript_raises_its_own_errors(node: Any) -> None:
     errors = node["errors"]
-    for name, field in (("tools", "tools"), ("run_tools", "tools"), ("schema", "response_format")):
-        assert errors[name][:2] == ["BadRequestError", 400] and errors[name][3] == field
+    for name in ("tools", "run_tools"):
+        assert errors[name][:2] == ["BadRequestError", 400] and errors[name][3] == "tools"
         assert NOT_BUILT in errors[name][2]
+    assert errors["schema"][:2] == ["BadRequestError", 400] and errors["schema"][3] == "response_format"
     assert errors["model"][:2] == ["NotFoundError", 404] and errors["model"][4] == "model_not_found"
     assert errors["embeddings"][:2] == ["BadRequestError", 400]

@@ -1,6 +1,7 @@
 """The OpenAI interface, by clients of others: OpenAI's own, LangChain's, and EleutherAI's evaluation harness."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -101,14 +102,23 @@ def test_openai_raises_its_own_errors(seen: Any) -> None:
     assert errors["model"][:2] == ["NotFoundError", 404] and errors["model"][4] == "model_not_found"
     assert errors["max_tokens"][:2] == ["BadRequestError", 400] and errors["max_tokens"][3] == "max_tokens"
     assert errors["long"][:2] == ["BadRequestError", 400] and "the prompt has 9999 tokens" in errors["long"][2]
-    for name, field in (("tools", "tools"), ("schema", "response_format")):
-        assert errors[name][:2] == ["BadRequestError", 400] and errors[name][3] == field
-        assert "is not built yet" in errors[name][2]
+    assert errors["tools"][:2] == ["BadRequestError", 400] and errors["tools"][3] == "tools"
+    assert "is not built yet" in errors["tools"][2]
+    assert errors["schema"][:2] == ["BadRequestError", 400] and errors["schema"][3] == "response_format"
+    assert "response_format.json_schema.schema: #/contains: " in errors["schema"][2]
     assert 'this model takes text parts only, found "image_url"' in errors["image"][2]
     assert (
         errors["embeddings"][:2] == ["BadRequestError", 400] and "makes no vectors of texts" in errors["embeddings"][2]
     )
     assert errors["retrieve"][:2] == ["NotFoundError", 404]
+
+
+def test_openai_parses_answers_of_a_form(seen: Any) -> None:
+    found = seen["parsed"]
+    assert found["whole"] == found["stream"] and found["whole"]["verdict"] in ("yes", "no")
+    assert 0 <= found["response"]["count"] <= 9
+    assert re.fullmatch("[a-c]{3}", found["regex"]) and found["choice"] in ("left", "right")
+    assert found["reasons"] == ["stop"] * 4
 
 
 def test_openai_runs_many_at_once(seen: Any) -> None:
@@ -125,13 +135,10 @@ def test_langchain(url: str, tiny_artifact: Path, served: str) -> None:
     with Client(served) as client:
         (plain,) = client.complete("def add(", temperature=0.0, max_tokens=8)
     assert seen["plain"] == plain.text
-    for name, field in (
-        ("tools", "tools"),
-        ("function_calling", "tools"),
-        ("json_schema", "response_format"),
-        ("json_mode", "response_format"),
-    ):
-        assert f"{field} is " in seen["errors"][name] and "not built yet; leave it out" in seen["errors"][name]
+    for name in ("tools", "function_calling"):
+        assert "tools is " in seen["errors"][name] and "not built yet; leave it out" in seen["errors"][name]
+    assert seen["structured"]["verdict"] in ("yes", "no") and list(seen["structured"]) == ["verdict"]
+    assert seen["json_mode"][:1] == "{", "a model of random weights may not come to the end of it"
 
 
 TASK = """

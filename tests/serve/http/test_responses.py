@@ -149,7 +149,12 @@ def ask(url: str, **body: Any) -> Reply:
         ({"conversation": "conv_1"}, 'conversation is "conv_1", and nothing is stored here', "conversation"),
         ({"background": True}, "background is true, which is not built yet; leave it out", "background"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort: expected a text, found 3", "reasoning"),
-        ({"text": {"format": {"type": "json_object"}}}, 'text.format is {"type": "json_object"}, which is', "text"),
+        ({"text": {"format": {"type": "json"}}}, 'text.format.type is "json"; known: text, json_object', "text"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a"}}},
+            "text.format.schema is missing",
+            "text",
+        ),
         ({"truncation": "auto"}, 'truncation is "auto", which is not built yet', "truncation"),
         ({"tool_choice": "required"}, 'tool_choice is "required", which is not built yet', "tool_choice"),
         ({"include": ["nothing"]}, 'include: "nothing" is unknown; known: message.output_text.logprobs', "include"),

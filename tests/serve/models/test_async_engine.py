@@ -9,9 +9,9 @@ from letters import Letters
 from virtual_time import run
 
 from inferc.errors import GenerationError, ObjectiveError, RequestError
-from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.engine.loop import Failed, Scored, Sink, Stats
 from inferc.runtime.engine.scoring import Score
+from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output

@@ -19,8 +19,8 @@ from serving import Server, wait_until
 from virtual_time import run
 
 from inferc.client import Client
-from inferc.runtime.engine.engine import EngineStats
 from inferc.runtime.engine.loop import Sink, Stats
+from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output
 from inferc.serve.models.async_engine import AsyncEngine

@@ -1,0 +1,107 @@
+"""The compiler of an engine's grammars: in processes beside it, by content, with the last used kept."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import msgspec
+
+from inferc.errors import RequestError, UnsupportedError
+from inferc.runtime.grammar.backend import Backend, CompiledGrammar, open_backend
+from inferc.runtime.grammar.compile_worker import COMPILED, REFUSED
+from inferc.runtime.grammar.vocabulary import Vocabulary
+from inferc.runtime.step.structured_outputs import StructuredOutputs
+from inferc.system.worker_process import WorkerEnded, WorkerLimits, WorkerProcess
+
+MODULE = "inferc.runtime.grammar.compile_worker"
+LIMITS = WorkerLimits(max_seconds=5.0, max_bytes=2 << 30)
+AT_ONCE = 2  # grammars that are compiled at a time: a slow one holds up no other
+KEPT_BYTES = 256 << 20  # of compiled grammars that no request may be using any more
+
+
+class GrammarCompiler:
+    """A compiler that returns a grammar at once if it was compiled before, and otherwise later.
+
+    make_vocabulary: called once, on the first grammar, on another thread. It is thread-safe.
+    """
+
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary], limits: WorkerLimits = LIMITS) -> None:
+        self._make_vocabulary, self._limits = make_vocabulary, limits
+        self._lock = threading.Lock()
+        self._backend: Backend | None = None
+        self._first = b""  # the vocabulary, as the processes get it
+        self._pool = ThreadPoolExecutor(AT_ONCE, "inferc-grammar")
+        self._idle: list[WorkerProcess] = []
+        self._processes: list[WorkerProcess] = []
+        # By content, the last used one last.
+        self._grammars: OrderedDict[StructuredOutputs, Future[CompiledGrammar]] = OrderedDict()
+
+    def compile(self, wanted: StructuredOutputs) -> Future[CompiledGrammar]:
+        """Return the grammar of a form, which may be done already.
+
+        It fails with RequestError for a form that cannot be held to, with UnsupportedError if no library is there.
+        """
+        with self._lock:
+            found = self._grammars.get(wanted)
+            if found is None:
+                found = self._grammars[wanted] = self._pool.submit(self._compile, wanted)
+                found.add_done_callback(lambda done: self._keep(wanted, done))
+            self._grammars.move_to_end(wanted)
+            return found
+
+    def close(self) -> None:
+        """End the processes; grammars that are being compiled fail."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()
+        self._pool.shutdown(wait=True)
+
+    def _compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
+        backend, process = self._open()
+        try:
+            answer = process.ask(msgspec.msgpack.encode(wanted))
+        except WorkerEnded as error:
+            raise RequestError(f"it {error} to compile; make it smaller") from None
+        finally:
+            with self._lock:
+                self._idle.append(process)
+        kind, rest = answer[:1], answer[1:]
+        if kind == COMPILED:
+            return backend.load(rest)
+        raise (RequestError if kind == REFUSED else UnsupportedError)(rest.decode())
+
+    def _open(self) -> tuple[Backend, WorkerProcess]:
+        with self._lock:
+            if self._backend is None:
+                vocabulary = self._make_vocabulary()
+                self._backend = open_backend(vocabulary)
+                self._first = msgspec.msgpack.encode(vocabulary)
+            if not self._idle:
+                process = WorkerProcess(MODULE, "compiles grammars", self._first, self._limits)
+                self._processes.append(process)
+                self._idle.append(process)
+            return self._backend, self._idle.pop()
+
+    def _keep(self, wanted: StructuredOutputs, done: Future[CompiledGrammar]) -> None:
+        """Forget a grammar that failed, and the least used ones beyond KEPT_BYTES."""
+        with self._lock:
+            if done.cancelled() or done.exception() is not None:
+                self._grammars.pop(wanted, None)
+                return
+            sizes = {key: each.result().num_bytes for key, each in self._grammars.items() if _has_result(each)}
+            excess = sum(sizes.values()) - KEPT_BYTES
+            for key, size in sizes.items():
+                if excess <= 0 or key == wanted:
+                    break
+                del self._grammars[key]
+                excess -= size
+
+
+def _has_result(future: Future[CompiledGrammar]) -> bool:
+    with suppress(RequestError, UnsupportedError):
+        return future.done() and not future.cancelled() and future.exception() is None
+    return False

@@ -1,0 +1,173 @@
+"""The masks of each step's sequences that are held to a grammar, made by a thread while the step runs."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from inferc.arena import mask_words
+from inferc.runtime.grammar.backend import Matcher
+from inferc.runtime.step.plan import I32, I64, U32, StepPlan
+
+log = logging.getLogger(__name__)
+
+ALL = np.uint32(0xFFFFFFFF)
+
+
+@dataclass(eq=False)
+class Constraint:
+    """A sequence's place in its grammar.
+
+    num_handed: how many tokens of its output the masks that were planned so far follow; the engine's thread has it.
+    accepted: the tokens that the matcher has accepted; the masks' thread has them.
+    """
+
+    matcher: Matcher
+    num_handed: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    def go_to(self, start: int, token_ids: Sequence[int]) -> bool:
+        """Go to where the output's tokens from `start` on are these, and return whether the grammar has them.
+
+        Tokens that were accepted and are not among them are taken back: a step that they came from did not count.
+        """
+        count = start
+        for token in token_ids:
+            if count == len(self.accepted) or self.accepted[count] != token:
+                break
+            count += 1
+        if count < len(self.accepted):
+            self.matcher.rollback(len(self.accepted) - count)
+            del self.accepted[count:]
+        for token in token_ids[count - start :]:
+            if not self.matcher.accept(token):
+                return False
+            self.accepted.append(token)
+        return True
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A sequence whose mask is made: its tokens from `start` on, the last of which may still be being sampled."""
+
+    slot: int
+    constraint: Constraint
+    start: int
+    token_ids: list[int]
+    is_pending: bool
+
+
+class _StepMasks:
+    """The masks of one step; see StepMasks."""
+
+    def __init__(self, owner: MaskMaker, mask_rows: I32, rows: list[_Row]) -> None:
+        self._owner, self.mask_rows, self._rows = owner, mask_rows, rows
+        self._lock, self._begun, self._made = threading.Lock(), False, threading.Event()
+
+    @property
+    def bits(self) -> U32:
+        return self._owner.bits
+
+    def begin(self, last_ids: I32) -> None:
+        with self._lock:
+            if self._begun:
+                return
+            self._begun = True
+        late = last_ids[[row.slot for row in self._rows]].tolist()
+        self._owner.put(lambda: self._make(late))
+
+    def wait(self) -> None:
+        self._made.wait()
+
+    def _make(self, late: list[int]) -> None:
+        try:
+            for row, last in zip(self._rows, late, strict=True):
+                self._fill(row, [*row.token_ids, last] if row.is_pending else row.token_ids)
+        finally:
+            self._made.set()
+
+    def _fill(self, row: _Row, token_ids: list[int]) -> None:
+        bits, matcher = self._owner.bits, row.constraint.matcher
+        try:
+            if not row.constraint.go_to(row.start, token_ids):
+                log.error("slot %d: the grammar does not have the tokens that its own masks allowed", row.slot)
+                bits[row.slot] = 0
+            elif matcher.is_ended:  # by the token before, which the host has not seen yet: the row does not count
+                bits[row.slot] = ALL
+            else:
+                matcher.fill(bits, row.slot)
+        except Exception:  # the row fails, and no other
+            log.exception("slot %d: its mask cannot be made", row.slot)
+            bits[row.slot] = 0
+
+
+class MaskMaker:
+    """The masks of sequences by slot, and the thread that makes them, which starts with the first.
+
+    A row of `bits` is written between two samplings that read it.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._num_slots, self._vocab_size = num_slots, vocab_size
+        self._bits: U32 | None = None
+        self._at: dict[int, Constraint] = {}  # by slot
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def bits(self) -> U32:
+        if self._bits is None:
+            self._bits = np.zeros((self._num_slots, mask_words(self._vocab_size)), np.uint32)
+        return self._bits
+
+    def join(self, slot: int, constraint: Constraint | None) -> None:
+        """Note which sequence has a slot from the next step on; None: one that may choose any token."""
+        self._at.pop(slot, None)
+        if constraint is not None:
+            constraint.num_handed = 0
+            self._at[slot] = constraint
+
+    def mask(self, plan: StepPlan, tokens: I32, prompt_len: I64, num_known: I64) -> None:
+        """Give a plan the masks of its rows, if any of its sequences is held to a grammar.
+
+        tokens [slots, length]: the ids of each slot's sequence; prompt_len, num_known [slots]: of how many tokens its
+        prompt is, and how many are known on the host.
+        """
+        slots = plan.sample.seq_slots.tolist()
+        if not any(slot in self._at for slot in slots):
+            return
+        counters = plan.sample.counters.tolist()
+        rows = []
+        for slot, count in zip(slots, counters, strict=True):
+            if (constraint := self._at.get(slot)) is None:
+                continue
+            first = int(prompt_len[slot])
+            start, known = constraint.num_handed, min(int(num_known[slot]) - first, count)
+            ids = tokens[slot, first + start : first + known].tolist()
+            rows.append(_Row(slot, constraint, start, ids, is_pending=known < count))
+            constraint.num_handed = count
+        mask_rows = np.array([slot if slot in self._at else -1 for slot in slots], np.int32)
+        plan.masks = _StepMasks(self, mask_rows, rows)
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Queue a job of the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="inferc-masks", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread after the jobs that are queued."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()

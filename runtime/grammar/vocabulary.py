@@ -1,0 +1,26 @@
+"""The bytes of each token of a model, which a grammar's masks are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inferc.runtime.text.tokenizer import Text
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a model as grammars match them.
+
+    tokens: the bytes of each id; control tokens, and ids that the tokenizer does not have, have none and are never
+    chosen. end_ids: the tokens that end an answer once it is complete.
+    """
+
+    tokens: tuple[bytes, ...]
+    end_ids: tuple[int, ...]
+
+    @staticmethod
+    def of(text: Text, vocab_size: int, end_ids: tuple[int, ...]) -> Vocabulary:
+        """Return the vocabulary of a tokenizer, for a model with `vocab_size` logits."""
+        hidden = text.special_ids | set(end_ids)
+        tokens = tuple(b"" if token in hidden else text.token_bytes(token) for token in range(vocab_size))
+        return Vocabulary(tokens, end_ids)
