@@ -419,7 +419,7 @@ class Engine:
 
     def _reset_slot(self, seq: Sequence) -> None:
         assert seq.slot is not None
-        self.grammars.join(seq)
+        self.grammars.assign(seq)
         params = seq.params
         if params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty:
             self.runner.reset_slot(seq.slot, None)

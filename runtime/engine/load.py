@@ -35,7 +35,6 @@ from inferc.runtime.runners.api import (
 from inferc.runtime.runners.nodes import Node, choose_nodes
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.step.generation_defaults import generation_defaults, without_text
-from inferc.runtime.text.tokenizer import Text
 from inferc.targets import DEFAULT_TARGET, find_spec
 from inferc.version import __version__
 
@@ -222,6 +221,8 @@ def _make_grammars(artifact: Artifact, config: EngineConfig) -> Grammars | None:
     ends = model_limits(artifact).eos_token_ids
 
     def vocabulary() -> Vocabulary:
+        from inferc.runtime.text.tokenizer import Text  # an engine loads no tokenizer before it needs one
+
         return Vocabulary.of(Text(artifact.tokenizer), artifact.vocab_size, ends)
 
     return Grammars(GrammarCompiler(vocabulary), config.max_num_seqs, artifact.vocab_size)

@@ -120,10 +120,10 @@ class Grammars:
 
     # ------------------------------------------------------------------------------------------- matching
 
-    def join(self, seq: Sequence) -> None:
+    def assign(self, seq: Sequence) -> None:
         """Note that a sequence has its slot from the next step on."""
         assert seq.slot is not None
-        self._masks.join(seq.slot, self._constraints.get(seq))
+        self._masks.assign(seq.slot, self._constraints.get(seq))
 
     def mask(self, plan: StepPlan, batch: Batch) -> None:
         """Give a plan the masks of its rows, if any of its sequences is held to a grammar."""

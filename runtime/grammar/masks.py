@@ -125,7 +125,7 @@ class MaskMaker:
             self._bits = np.zeros((self._num_slots, mask_words(self._vocab_size)), np.uint32)
         return self._bits
 
-    def join(self, slot: int, constraint: Constraint | None) -> None:
+    def assign(self, slot: int, constraint: Constraint | None) -> None:
         """Note which sequence has a slot from the next step on; None: one that may choose any token."""
         self._at.pop(slot, None)
         if constraint is not None:

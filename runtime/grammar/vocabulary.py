@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from inferc.runtime.text.tokenizer import Text
+if TYPE_CHECKING:
+    from inferc.runtime.text.tokenizer import Text
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Steps:
         self.tokens = np.zeros((SLOTS, 64), np.int32)
         self.prompt_len, self.num_known = np.full(SLOTS, 3, np.int64), np.full(SLOTS, 3, np.int64)
         for slot, matcher in enumerate(matchers):
-            self.maker.join(slot, None if matcher is None else Constraint(matcher))
+            self.maker.assign(slot, None if matcher is None else Constraint(matcher))
 
     def known(self, slot: int, *token_ids: int) -> None:
         end = int(self.num_known[slot]) + len(token_ids)
@@ -97,7 +97,7 @@ def test_a_plan_without_constraints_has_no_masks() -> None:
     steps = Steps(None, Counting())
     assert steps.plan(0).masks is None
     assert steps.plan(0, 0).masks is not None
-    steps.maker.join(1, None)
+    steps.maker.assign(1, None)
     assert steps.plan(0, 0).masks is None
 
 
@@ -109,9 +109,9 @@ def test_a_sequence_that_begins_again_goes_on_where_it_is() -> None:
     steps.masks(steps.plan(1), 0)
     steps.masks(steps.plan(2), 1)  # and then it is preempted, before the id 1 has counted
     steps.known(0, 0)
-    steps.maker.join(0, constraint)
+    steps.maker.assign(0, constraint)
     assert steps.masks(steps.plan(1)) == [[1, END]] and matcher.rollbacks == [1]
-    steps.maker.join(0, constraint)
+    steps.maker.assign(0, constraint)
     steps.known(0, 1, 2)
     assert steps.masks(steps.plan(3)) == [[3, END]] and matcher.rollbacks == [1]
 
