@@ -46,12 +46,12 @@ class GrammarCompiler:
         It fails with RequestError for a form that cannot be held to, with UnsupportedError if no library is there.
         """
         with self._lock:
-            found = self._grammars.get(wanted)
-            if found is None:
-                found = self._grammars[wanted] = self._pool.submit(self._compile, wanted)
-                found.add_done_callback(lambda done: self._keep(wanted, done))
-            self._grammars.move_to_end(wanted)
-            return found
+            if (found := self._grammars.get(wanted)) is not None:
+                self._grammars.move_to_end(wanted)
+                return found
+            made = self._grammars[wanted] = self._pool.submit(self._compile, wanted)
+        made.add_done_callback(lambda done: self._keep(wanted, done))  # which may be called here and now
+        return made
 
     def close(self) -> None:
         """End the processes; grammars that are being compiled fail."""

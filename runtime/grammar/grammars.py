@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.step.plan import StepPlan
 from inferc.runtime.step.sequence import Sequence
 
+log = logging.getLogger(__name__)
+
+# Clients are told this; the actual reason contains our internal names.
+UNKNOWN = "it cannot be compiled, by a mistake of the engine's own; its log says which"
 LONG_SECONDS = 1.0  # how long an engine with nothing else to do sleeps unless `wake` is called
 
 
@@ -82,11 +87,14 @@ class Grammars:
             del self._parked[request_id]
             try:
                 compiled = each.grammar.result()
-            except InfercError as error:
-                self._invalid.append((request_id, f"{each.label}: {error}"))
+                held = {seq: Constraint(compiled.matcher()) for seq in each.seqs}
+            except Exception as error:  # a fault of the library costs this request alone
+                if not isinstance(error, InfercError):
+                    log.exception("request %s: its grammar cannot be compiled", request_id)
+                why = str(error) if isinstance(error, InfercError) else UNKNOWN
+                self._invalid.append((request_id, f"{each.label}: {why}"))
                 continue
-            for seq in each.seqs:
-                self._constraints[seq] = Constraint(compiled.matcher())
+            self._constraints.update(held)
             each.begin(each.seqs)
 
     def abort(self, request_id: str, index: int | None) -> bool:

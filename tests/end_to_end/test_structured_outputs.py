@@ -17,6 +17,7 @@ from inferc.errors import GenerationError
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine, model_limits
 from inferc.runtime.grammar.backend import open_backend
+from inferc.runtime.grammar.compiler import GrammarCompiler
 from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.grammar.vocabulary import Vocabulary
 from inferc.runtime.text.tokenizer import Text
@@ -202,6 +203,22 @@ def test_a_request_is_aborted_while_its_grammar_is_compiled(tiny_artifact: Path)
         assert not engine.has_work and not engine.request_ids
     finally:
         engine.close()
+
+
+def test_a_fault_of_the_library_costs_its_request_alone(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(tiny_artifact, max_num_seqs=2, num_threads=1) as llm:
+
+        def fails(*_: object) -> None:
+            raise RuntimeError("an internal name")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(GrammarCompiler, "_compile", fails)
+            with pytest.raises(RequestError, match=r"regex: it cannot be compiled, by a mistake of the engine's own"):
+                llm.generate(PROMPTS[0], params_of("regex", "greedy"))
+        assert "an internal name" in caplog.text
+        assert has_form("choice", llm.generate(PROMPTS[0], params_of("choice", "greedy"))[0].outputs[0].text)
 
 
 def test_an_artifact_without_end_tokens_or_tokenizer_refuses(tiny_artifact: Path) -> None:
