@@ -121,7 +121,7 @@ class Engine:
         cannot be served in the time that it asks for. After any other error except HalfAdded, `abort` removes all that
         is left of it.
         """
-        if request_id in self.request_ids:
+        if request_id in self._requests or self.grammars.is_parked(request_id):
             raise RequestError(f"request id {request_id!r} is in use; give every request its own")
         prompt = list(prompt_token_ids)
         self._check_prompt(prompt, 1)
@@ -343,7 +343,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if a step has anything to do, which may be to store unreferenced blocks in the offload tier."""
-        return self._is_computing or bool(self.grammars.num_parked) or self.scheduler.offload.is_busy
+        return self._is_computing or self.grammars.has_parked or self.scheduler.offload.is_busy
 
     @property
     def _is_computing(self) -> bool:
@@ -352,7 +352,7 @@ class Engine:
     @property
     def idle_seconds(self) -> float | None:
         """The time for which a step would find nothing to do unless a request comes; None if it has something to do."""
-        if self.grammars.num_parked and not self._is_computing and not self.scheduler.offload.is_busy:
+        if self.grammars.has_parked and not self._is_computing and not self.scheduler.offload.is_busy:
             return self.grammars.idle_seconds
         if self._in_flight or self._scorer.has_work or self.scheduler.wake_at is None:
             return None
@@ -370,7 +370,7 @@ class Engine:
         Raises InfercError if the runner failed; the engine cannot go on then.
         """
         self._is_whole = False
-        if self.grammars.num_parked:
+        if self.grammars.has_parked:
             self.grammars.begin_ready(0.0 if self._is_computing else COMPILE_SECONDS)
         outputs = self._score() if self._scorer.has_work else []
         plan = self._schedule()

@@ -6,7 +6,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 
 import msgspec
 
@@ -31,13 +30,14 @@ class GrammarCompiler:
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary], limits: WorkerLimits = LIMITS) -> None:
         self._make_vocabulary, self._limits = make_vocabulary, limits
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for moments: the engine's thread takes it
+        self._opening = threading.Lock()
         self._backend: Backend | None = None
         self._first = b""  # the vocabulary, as the processes get it
         self._pool = ThreadPoolExecutor(AT_ONCE, "inferc-grammar")
         self._idle: list[WorkerProcess] = []
         self._processes: list[WorkerProcess] = []
-        # By content, the last used one last.
+        # The grammars by their content, in the order of their last use.
         self._grammars: OrderedDict[StructuredOutputs, Future[CompiledGrammar]] = OrderedDict()
 
     def compile(self, wanted: StructuredOutputs) -> Future[CompiledGrammar]:
@@ -56,9 +56,13 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the processes; grammars that are being compiled fail."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._end_processes()
+        self._pool.shutdown(wait=True)
+        self._end_processes()  # those that were about to be asked
+
+    def _end_processes(self) -> None:
         for process in self._processes:
             process.close()
-        self._pool.shutdown(wait=True)
 
     def _compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
         backend, process = self._open()
@@ -75,11 +79,12 @@ class GrammarCompiler:
         raise (RequestError if kind == REFUSED else UnsupportedError)(rest.decode())
 
     def _open(self) -> tuple[Backend, WorkerProcess]:
-        with self._lock:
+        with self._opening:
             if self._backend is None:
                 vocabulary = self._make_vocabulary()
-                self._backend = open_backend(vocabulary)
                 self._first = msgspec.msgpack.encode(vocabulary)
+                self._backend = open_backend(vocabulary)
+        with self._lock:
             if not self._idle:
                 process = WorkerProcess(MODULE, "compiles grammars", self._first, self._limits)
                 self._processes.append(process)
@@ -92,7 +97,7 @@ class GrammarCompiler:
             if done.cancelled() or done.exception() is not None:
                 self._grammars.pop(wanted, None)
                 return
-            sizes = {key: each.result().num_bytes for key, each in self._grammars.items() if _has_result(each)}
+            sizes = {key: each.result().num_bytes for key, each in self._grammars.items() if _is_ready(each)}
             excess = sum(sizes.values()) - KEPT_BYTES
             for key, size in sizes.items():
                 if excess <= 0 or key == wanted:
@@ -101,7 +106,5 @@ class GrammarCompiler:
                 excess -= size
 
 
-def _has_result(future: Future[CompiledGrammar]) -> bool:
-    with suppress(RequestError, UnsupportedError):
-        return future.done() and not future.cancelled() and future.exception() is None
-    return False
+def _is_ready(grammar: Future[CompiledGrammar]) -> bool:
+    return grammar.done() and not grammar.cancelled() and grammar.exception() is None

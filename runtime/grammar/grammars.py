@@ -111,6 +111,15 @@ class Grammars:
         invalid, self._invalid = self._invalid, []
         return invalid
 
+    def is_parked(self, request_id: str) -> bool:
+        """Return whether a request's grammar is being compiled."""
+        return request_id in self._parked
+
+    @property
+    def has_parked(self) -> bool:
+        """True if any request's grammar is being compiled."""
+        return bool(self._parked)
+
     @property
     def parked_ids(self) -> list[str]:
         """The ids of the requests whose grammars are being compiled."""

@@ -27,6 +27,7 @@ PREFIX = "xgrammar.tvm_ffi_binding."
 RAW = 0  # tokens are given as the bytes that they stand for
 ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 NO_THREADS, NO_LIMIT = 1, -1
+PARTS_BYTES = 128 << 20  # of the parts of grammars that xgrammar keeps, since others may have them too
 # The most spaces and line breaks in a row in JSON: a model may indent it, and does not go on with spaces for ever.
 MAX_WHITESPACE = 20
 MAX_PLACE = 300  # characters of the library's message
@@ -58,9 +59,7 @@ class Library:
             "GrammarCompiler", "compile_json_schema", "compile_regex", "compile_lark", "compile_grammar_from_strings"
         )
         self.compiled = named("CompiledGrammar", "serialize_json", "deserialize_json", "memory_size_bytes")
-        self.matcher = named(
-            "GrammarMatcher", "accept_token", "fill_next_token_bitmask", "rollback", "is_terminated", "is_completed"
-        )
+        self.matcher = named("GrammarMatcher", "accept_token", "fill_next_token_bitmask", "rollback", "is_terminated")
 
 
 @cache
@@ -93,7 +92,7 @@ class XGrammar:
         self._vocabulary, self._library = vocabulary, library()
         size, ends = len(vocabulary.tokens), list(vocabulary.end_ids)
         self._info = self._library.tokenizer_info(list(vocabulary.tokens), RAW, size, ends, False)
-        self._compiler = self._library.compiler(self._info, NO_THREADS, True, NO_LIMIT)
+        self._compiler = self._library.compiler(self._info, NO_THREADS, True, PARTS_BYTES)
 
     def compile(self, wanted: StructuredOutputs) -> bytes:
         """Compile a grammar, and return it as xgrammar writes it.

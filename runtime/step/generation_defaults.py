@@ -62,7 +62,7 @@ def _theirs(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(values["stop"], str):
         values["stop"] = [values["stop"]]
     ends, words = _listed(config.get("eos_token_id")), _listed(config.get("bad_words_ids"))
-    # As in transformers, an end token is no bad word, but it may be suppressed.
+    # An end token is no bad word, but it may be suppressed: so it is in transformers.
     banned = [each[0] for each in words if isinstance(each, list) and each and each[0] not in ends]
     banned += _listed(config.get("suppress_tokens"))
     if banned:

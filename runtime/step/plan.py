@@ -117,7 +117,7 @@ class StepMasks(Protocol):
 
     @property
     def mask_rows(self) -> I32:
-        """For each logits row [S], the row of `bits` that is its mask, or -1."""
+        """The row of `bits` that is the mask of each logits row [S], or -1 for a row that may choose any token."""
 
     @property
     def bits(self) -> U32:

@@ -13,6 +13,8 @@ import pytest
 
 from inferc import LLM, RequestError, SamplingParams, StructuredOutputs
 from inferc.arena import mask_words
+from inferc.compiler.build import compile
+from inferc.config import CompileConfig
 from inferc.errors import GenerationError
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine, model_limits
@@ -144,6 +146,18 @@ def test_what_runs_beside_changes_nothing(
             params.append(free if form == "free" else params_of(form, how))
         assert ids(other.generate(prompts, params)) == list(alone.values())
         assert (other.stats().num_preemptions > 0) == ("kv_memory_bytes" in options)
+
+
+@pytest.mark.parametrize("target", ["onnx", "reference"])
+def test_other_targets_hold_to_forms(tiny_llama_folder: Path, tmp_path: Path, target: str) -> None:
+    compile(tiny_llama_folder, tmp_path / "out", CompileConfig(target=target, certify="none"))
+    with LLM(tmp_path / "out", max_num_seqs=4) as other:
+        params = [params_of("regex", "greedy"), params_of("choice", "seeded"), params_of("regex", "seeded")]
+        first, second, third = (answer.outputs[0] for answer in other.generate(PROMPTS[:3], params))
+        assert has_form("regex", first.text) and has_form("choice", second.text) and has_form("regex", third.text)
+        free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        together = other.generate(PROMPTS[:2], [params[0], free])
+        assert ids(together) == [first.token_ids, ids(other.generate(PROMPTS[1], free))[0]]
 
 
 def test_sequences_of_a_request_have_each_their_own_place(llm: LLM) -> None:

@@ -25,9 +25,9 @@ def exact_schema(schema: Any) -> dict[str, Any]:
 
     It admits less in these ways. An object whose properties are named, or matched by patterns, has no others unless
     additionalProperties or unevaluatedProperties is said. Properties come in the schema's order, then those of
-    patterns. Numbers between bounds have no exponent and up to six decimals. Texts that are counted, or that have a
-    format, have no escaped character; others are spelled one way each. Its patterns are of JSON's spelling, for
-    xgrammar alone.
+    patterns. Numbers between bounds have no exponent and up to six decimals. Texts that are counted beyond eight, or
+    that have a format, have no escaped character; others are spelled one way each. Its patterns are of JSON's spelling,
+    for xgrammar alone.
 
     Raises RequestError in one line, which begins with the place, for what cannot be held to, for a schema that is
     wrong or too large, and for one that admits nothing.

@@ -82,7 +82,7 @@ def _class(ranges: Ranges, is_counted: bool) -> str:
         return _ranges(free)
     special = [code for low, high in ranges for code in range(low, min(high, 92) + 1) if code < 32 or code in SHORT]
     if free:
-        # Of the characters that have a backslash, those that only code points name are left out beside others.
+        # Characters that only a code point names, such as \\u0001, are left out where there are others.
         short = "".join(SHORT[code] for code in special if code in SHORT)
         return f"(\\\\[{short}]|{_ranges(free)})" if short else _ranges(free)
     ways = [f"\\\\{SHORT[code]}" if code in SHORT else f"\\\\u00{code:02x}" for code in special]

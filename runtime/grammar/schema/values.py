@@ -8,7 +8,6 @@ from typing import Any
 
 TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 OF_KEYWORD = {"number": ("integer", "fraction"), **{name: (name,) for name in TYPES if name != "fraction"}}
-MOST_DIGITS = 400
 
 
 def type_of(value: Any) -> str:

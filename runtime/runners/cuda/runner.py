@@ -250,7 +250,7 @@ class CudaRunner:
             step.masks = self._driver.allocate_host(4 * words * self.max_num_seqs).view(np.uint32).reshape(-1, words)
         rows = masks.mask_rows[masks.mask_rows >= 0]
         held = step.masks[: len(rows)]
-        held[:] = masks.bits[rows]
+        np.take(masks.bits, rows, axis=0, out=held, mode="clip")
         self._driver.copy_in(self._addresses.scratch["masks"], held.ctypes.data, held.nbytes, self._stream)
 
     def wait(self) -> StepResult:

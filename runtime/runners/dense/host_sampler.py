@@ -69,9 +69,11 @@ class HostSampler:
 
 def _masked(masks: StepMasks, logits: F32) -> F32:
     """Return the logits [S, vocab_size] with -inf for the tokens that a row's mask forbids."""
-    bits = np.unpackbits(masks.bits[masks.mask_rows].view(np.uint8), axis=1, bitorder="little")
-    may_be_chosen = bits[:, : logits.shape[1]].astype(np.bool_) | (masks.mask_rows < 0)[:, None]
-    return np.where(may_be_chosen, logits, np.float32(-np.inf))
+    rows = np.flatnonzero(masks.mask_rows >= 0)
+    bits = np.unpackbits(masks.bits[masks.mask_rows[rows]].view(np.uint8), axis=1, bitorder="little")
+    masked = logits.copy()
+    masked[rows] = np.where(bits[:, : logits.shape[1]] != 0, logits[rows], np.float32(-np.inf))
+    return masked
 
 
 def _is_plain(rows: SampleRows) -> NDArray[np.bool_]:

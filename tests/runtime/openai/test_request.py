@@ -373,6 +373,7 @@ def test_vectors_that_are_asked_for() -> None:
 @pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
 def test_forms_by_the_names_that_clients_have(url: str, body: dict[str, Any], form: StructuredOutputs | None) -> None:
     prompt: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
+    assert parse_request(url, {**prompt, **body}).params.structured_outputs == form, "in a batch file too"
     request = parse_request(url, {**prompt, **body}, is_served=True)
     assert request.params.structured_outputs == form and not request.warnings
     if form is not None:
