@@ -184,7 +184,8 @@ def locked(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     names = ("alice", "bob")
     keys = [Key(name, digest_of(f"{name}-key")) for name in names]
     write_keys(file, [*keys, Key("root", digest_of("root-key"), admin=True)])
-    with Server(tiny_artifact, "--api-keys", str(file), "--max-num-seqs", "1") as server:
+    # By priority: alice's outputs all come before bob's chat, which fairness would let in between two of them.
+    with Server(tiny_artifact, "--api-keys", str(file), "--max-num-seqs", "1", "--policy", "priority") as server:
         yield server
 
 
@@ -199,7 +200,7 @@ def asked(server: Server, key: str) -> dict[str, Any]:
 def chat_of_bob(server: Server) -> Iterator[None]:
     """Hold a chat open whose answer is not read."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=TIMEOUT)
-    body = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 5, "priority": 3}
+    body = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 5, "priority": -3}
     headers = {"content-type": "application/json", "authorization": "Bearer bob-key", "x-request-id": "of-bob"}
     connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
     try:
@@ -209,7 +210,7 @@ def chat_of_bob(server: Server) -> Iterator[None]:
 
 
 def test_what_is_open_on_a_server(locked: Server) -> None:
-    endless: dict[str, Any] = {"n": 64, "max_tokens": 200, "ignore_eos": True}
+    endless: dict[str, Any] = {"n": 128, "max_tokens": 200, "ignore_eos": True}
     with Client(locked.address, api_key="alice-key") as alice:
         stream = alice.generate("another secret", request_id="of-alice", **endless)
         next(stream)
@@ -220,7 +221,7 @@ def test_what_is_open_on_a_server(locked: Server) -> None:
             assert found == [["completion", "decode", "alice"], ["chat", "waiting", "bob"]]
             assert first["output_tokens"] >= 1 and first["age_seconds"] >= second["age_seconds"] > 0
             assert first["id"] == "of-alice" and second["id"].startswith("chatcmpl-of-bob-")
-            assert second["prompt_tokens"] > 0 == second["output_tokens"] and second["priority"] == 3
+            assert second["prompt_tokens"] > 0 == second["output_tokens"] and second["priority"] == -3
             assert "secret" not in json.dumps([first, second])
             assert [row["key"] for row in asked(locked, "alice")["requests"]] == ["alice"]
             assert [row["id"] for row in asked(locked, "bob")["requests"]] == [second["id"]]
