@@ -40,7 +40,7 @@ void on_logits(const Step& step, F consume) {
   auto region = [&](Team& team) {
     for (i64 first = 0; first < step.rows; first += INFERC_SAMPLE_ROWS) {
       i64 rows = step.rows - first < INFERC_SAMPLE_ROWS ? step.rows - first : INFERC_SAMPLE_ROWS;
-      Rows<const float> logits = head_thread(team, step, first, rows);
+      Rows<float> logits = head_thread(team, step, first, rows);
       consume(team, first, rows, logits);
       team.barrier();
     }
@@ -83,7 +83,7 @@ __attribute__((visibility("default"))) int inferc_sample(const InfercHost* host,
   INFERC_CHECK(!inferc::COLLECTIVES || (host && host->collective));
   INFERC_CHECK(args->max_top >= 0 && args->max_top <= INFERC_MAX_TOP_LOGPROBS);
   inferc::Step step(host, *args->step, arena, inferc::ARENA);
-  inferc::on_logits(step, [&](inferc::Team& team, int64_t first, int64_t rows, inferc::Rows<const float> logits) {
+  inferc::on_logits(step, [&](inferc::Team& team, int64_t first, int64_t rows, inferc::Rows<float> logits) {
     inferc::sample_rows(team, *args, first, rows, logits, step.scratch_of_threads());
   });
   return 0;

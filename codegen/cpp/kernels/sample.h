@@ -368,20 +368,20 @@ INLINE bool has_list(const i32* starts, i64 row) { return starts && starts[row] 
 // Sets the numbers in [from, end) of the tokens whose bit is not set to -inf; `from` is a multiple of 32.
 INLINE void mask_out(const u32* bits, i64 from, i64 end, float* x) {
   const Vec none = set1(-__builtin_inff());
-  for (i64 i = from; i < end; i += LANES) {
-    const u32 lanes = bits[i / 32] >> (i & 31) & 0xffffu;
-    if (lanes == 0xffffu) continue;
-    if (i + LANES <= end) {
-      store(x + i, only(load(x + i), lanes, none));
-    } else {
-      for (i64 j = i; j < end; ++j)
-        if (!(lanes >> (j - i) & 1)) x[j] = -__builtin_inff();
-    }
+  i64 i = from;
+  for (; i + 32 <= end; i += 32) {
+    const u32 word = bits[i / 32];  // most words are full within a text, and empty between two
+    if (word == ~0u) continue;
+    store(x + i, word & 0xffffu ? only(load(x + i), word & 0xffffu, none) : none);
+    store(x + i + LANES, word >> 16 ? only(load(x + i + LANES), word >> 16, none) : none);
   }
+  for (; i < end; ++i)
+    if (!(bits[i / 32] >> (i & 31) & 1)) x[i] = -__builtin_inff();
 }
 
-// Applies penalties, bias and masks: x becomes the processed logits. Returns false if there is nothing to do.
-inline bool process(const Crew& crew, const SampleArgs& a, i64 row, const float* logits, float* x) {
+// Applies penalties, bias and masks, and returns the processed logits: in place, or in x if log-probabilities of the
+// raw ones are asked for.
+inline float* process(const Crew& crew, const SampleArgs& a, i64 row, float* logits, float* x) {
   const i64 n = a.vocab_size;
   const float repetition = a.repetition_penalty[row], presence = a.presence_penalty[row];
   const float frequency = a.frequency_penalty[row];
@@ -391,7 +391,8 @@ inline bool process(const Crew& crew, const SampleArgs& a, i64 row, const float*
   const bool banned = has_list(a.banned_starts, row);
   const i64 mask = a.mask_rows ? a.mask_rows[row] : -1;
   const u32* bits = mask >= 0 ? a.masks + mask * ((n + 31) / 32) : nullptr;
-  if (!penalties && !allowed && !biased && !banned && !bits) return false;
+  if (!penalties && !allowed && !biased && !banned && !bits) return logits;
+  if (a.num_logprobs[row] == 0) x = logits;
   auto punish = [&](i64 i) {
     if (!counts[i]) return;
     const u32 times = counts[i] & 0x7fffffffu;
@@ -402,7 +403,7 @@ inline bool process(const Crew& crew, const SampleArgs& a, i64 row, const float*
     const i64 end = stop * PART < n ? stop * PART : n;
     i64 i = part * PART;
     if (i >= end) return;
-    memcpy(x + i, logits + i, (end - i) * sizeof(float));
+    if (x != logits) memcpy(x + i, logits + i, (end - i) * sizeof(float));
     for (; penalties && i < end; i += LANES)  // nearly all tokens have not occurred
       if (i + LANES > end || any(iload(counts + i)))
         for (i64 j = i; j < i + LANES && j < end; ++j) punish(j);
@@ -422,7 +423,7 @@ inline bool process(const Crew& crew, const SampleArgs& a, i64 row, const float*
       x[a.banned_ids[j]] = -__builtin_inff();
   }
   crew.meet();
-  return true;
+  return x;
 }
 
 // Draws from softmax(x / temperature) after top-k, top-p (of the tokens that top-k left) and min-p. The leader's result
@@ -492,9 +493,8 @@ inline void report(const Crew& crew, const SampleArgs& a, i64 row, const Parted&
 }
 
 // Samples one row: the id, or -1 if the logits hold no finite largest value. The leader's result counts.
-inline i64 sample_row(const Crew& crew, const SampleArgs& a, i64 row, const float* logits, const RowWork& work) {
-  const bool changed = process(crew, a, row, logits, work.x);
-  const Parted raw{logits, a.vocab_size}, x{changed ? work.x : logits, a.vocab_size};
+inline i64 sample_row(const Crew& crew, const SampleArgs& a, i64 row, float* logits, const RowWork& work) {
+  const Parted raw{logits, a.vocab_size}, x{process(crew, a, row, logits, work.x), a.vocab_size};
   find_tops(crew, x, work);
   const float top = largest(work, x.parts());
   if (!(top > -__builtin_inff() && top < __builtin_inff())) return -1;
@@ -503,17 +503,16 @@ inline i64 sample_row(const Crew& crew, const SampleArgs& a, i64 row, const floa
                                                : 0;
   if (a.num_logprobs[row] > 0) {
     crew.meet();  // the leader has drawn
-    if (changed) find_tops(crew, raw, work);
+    if (x.x != raw.x) find_tops(crew, raw, work);
     report(crew, a, row, raw, chosen, work);
   }
   return chosen;
 }
 
-// Samples rows [first, first + rows) of the step; row 0 of `logits` is row `first`. A row that fails leaves the others
-// alone. A slot's rows are consecutive: the slot continues with the id of the last one, whichever thread samples the
-// others and when.
-inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Rows<const float> logits,
-                        Rows<char> scratch) {
+// Samples rows [first, first + rows) of the step; row 0 of `logits`, which are overwritten, is row `first`. A row that
+// fails leaves the others alone. A slot's rows are consecutive: the slot continues with the id of the last one, whichever
+// thread samples the others and when.
+inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Rows<float> logits, Rows<char> scratch) {
   each_row(team, rows, scratch, [&](i64 i, const Crew& crew, char* own) {
     const i64 row = first + i, chosen = sample_row(crew, a, row, logits[i], RowWork(own, a.vocab_size));
     if (!crew.leads()) return;

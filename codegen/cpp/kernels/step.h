@@ -124,6 +124,6 @@ extern const bool COLLECTIVES, HIDDEN_IN, HIDDEN_OUT;
 extern const int KV_GROUPS;
 extern const PoolShape KV_POOLS[];
 void step_thread(Team& t, const Step& s);  // every thread runs it
-Rows<const float> head_thread(Team& t, const Step& s, i64 first, i64 rows);  // the logits of `rows` rows (at most 64)
+Rows<float> head_thread(Team& t, const Step& s, i64 first, i64 rows);  // the logits of `rows` rows (at most 64)
 
 }  // namespace inferc

@@ -118,7 +118,7 @@ class Sampler:
             put(name, array)
         put("last_ids", np.zeros(count + 1, np.int32))
         args.max_top = NUM_TOP
-        logits = np.ascontiguousarray(np.broadcast_to(self.logits, (count, self.vocab)))
+        logits = np.array(np.broadcast_to(self.logits, (count, self.vocab)), order="C")  # they are overwritten
         scratch, size = scratch_of(self.kernels, self.vocab)
         self.kernels("test_sample", self.kernels.threads, args, logits, scratch, size)
         return out
