@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
+from rendering import EACH, END, rendered
 
-from inferc.chat_form import ChatForm, Message, find_form, form_of
+from inferc.chat_form import ChatForm, find_form, form_of
 
-EACH = "{% for m in messages %}"
-END = "{% endfor %}"
 PARTS = "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
 CALLS = (
     "{% for call in m.tool_calls or [] %}"
@@ -118,19 +115,6 @@ STYLES = {
         ChatForm(tool_calls=None, tool_results=False, tools=False, system=False, developer=False),
     ),
 }
-
-
-def rendered(template: str) -> Any:
-    def render(messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None) -> str:
-        found: Any = render_jinja_template(
-            [list(messages)],
-            None if tools is None else list(tools),
-            chat_template=template,
-            add_generation_prompt=goes_on,
-        )
-        return str(found[0][0])
-
-    return render
 
 
 @pytest.mark.parametrize("name", STYLES)

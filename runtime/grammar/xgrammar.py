@@ -19,6 +19,7 @@ import numpy as np
 from inferc.arena import mask_words
 from inferc.errors import RequestError, UnsupportedError
 from inferc.runtime.grammar.schema.exact import exact_schema
+from inferc.runtime.grammar.tags import exact_tag
 from inferc.runtime.grammar.vocabulary import Vocabulary
 from inferc.runtime.step.plan import U32
 from inferc.runtime.step.structured_outputs import StructuredOutputs
@@ -56,7 +57,12 @@ class Library:
 
         self.tokenizer_info = named("TokenizerInfo")
         self.compiler = named(
-            "GrammarCompiler", "compile_json_schema", "compile_regex", "compile_lark", "compile_grammar_from_strings"
+            "GrammarCompiler",
+            "compile_json_schema",
+            "compile_regex",
+            "compile_lark",
+            "compile_grammar_from_strings",
+            "compile_structural_tag",
         )
         self.compiled = named("CompiledGrammar", "serialize_json", "deserialize_json", "memory_size_bytes")
         self.matcher = named("GrammarMatcher", "accept_token", "fill_next_token_bitmask", "rollback", "is_terminated")
@@ -113,6 +119,10 @@ class XGrammar:
             return self._json(schema, wanted)
         if wanted.kind == "json_object":
             return self._json(ANY_OBJECT, wanted)
+        if wanted.kind == "structural_tag":
+            most = 0 if wanted.disable_any_whitespace else MAX_WHITESPACE
+            tag = exact_tag(_parsed(source), most)
+            return self._compiler.compile_structural_tag(json.dumps(tag, ensure_ascii=False))
         if wanted.kind == "regex":
             return self._compiler.compile_regex(source)
         if wanted.kind == "lark":

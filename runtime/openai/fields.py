@@ -148,6 +148,7 @@ ANY = Kind("anything", lambda value: None, {})
 TEXTS, IDS, LIST = list_of(TEXT), list_of(INTEGER), list_of(ANY)
 STOP = either("a text or a list of texts", TEXT, TEXTS)
 SCHEMA = either("a JSON Schema, as an object or as its text", OBJECT, TEXT)
+TAG = either("a structural tag, as an object or as its text", OBJECT, TEXT)
 FLAG_OR_COUNT = either("an integer, true or false", INTEGER, FLAG)
 PROMPTS = Kind(
     PROMPT_WORDS,
@@ -214,12 +215,17 @@ _SAMPLING: Fields = {
     "tbt_ms": Field(NUMBER, "Between two tokens, on average."),
     "cache_salt": Field(TEXT, "Only requests with the same salt share cached prefixes."),
     "cache_priority": Field(INTEGER),
-    "response_format": Field(OBJECT, 'type "json_schema" with a json_schema.schema, "json_object" or "text".'),
-    "structured_outputs": Field(OBJECT, "One of json, json_object, regex, choice, grammar: the form of the answer."),
+    "response_format": Field(
+        OBJECT, 'type "json_schema" with a json_schema.schema, "json_object", "structural_tag" or "text".'
+    ),
+    "structured_outputs": Field(
+        OBJECT, "The answer's form: json, json_object, regex, choice, grammar or structural_tag."
+    ),
     "guided_json": Field(SCHEMA),
     "guided_regex": Field(TEXT),
     "guided_choice": Field(TEXTS),
     "guided_grammar": Field(TEXT),
+    "structural_tag": Field(TAG, "Parts of the answer follow forms, the rest is free; xgrammar's notation."),
     "json_schema": Field(SCHEMA),
     "grammar": Field(TEXT),
     "regex": Field(TEXT),

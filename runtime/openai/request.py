@@ -38,7 +38,6 @@ SAMPLING = tuple(
 NOT_BUILT = (
     "tools",
     "functions",
-    "structural_tag",
     "guided_whitespace_pattern",
     "audio",
     "prediction",

@@ -16,12 +16,13 @@ DIRECT = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "structural_tag": "structural_tag",
     "json_schema": "json",
     "grammar": "grammar",
     "regex": "regex",
     "ebnf": "grammar",
 }
-TYPES = ("text", "json_object", "json_schema")
+TYPES = ("text", "json_object", "json_schema", "structural_tag")
 FIELDS = ("response_format", "structured_outputs", *DIRECT)
 
 
@@ -64,6 +65,9 @@ def of_format(value: Any, where: str) -> StructuredOutputs | None:
         return StructuredOutputs(json_object=True, label=where)
     if kind == "json_object":  # as llama.cpp has it
         return StructuredOutputs(json=value["schema"], label=f"{where}.schema")
+    if kind == "structural_tag":
+        given: dict[str, Any] = {"structural_tag": value}
+        return StructuredOutputs(**given, label=where)
     if kind != "json_schema":
         hint = nearest(kind, TYPES) if isinstance(kind, str) else f"expected one of {', '.join(TYPES)}"
         raise RequestError(f"{where}.type is {shown(kind)}; {hint}")

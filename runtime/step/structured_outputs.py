@@ -1,4 +1,4 @@
-"""The form that a request asks of its answer: a JSON Schema, a regular expression, a choice, a grammar."""
+"""The form that a request asks of its answer: a JSON Schema, a regular expression, a choice, a grammar, a tag."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from inferc.errors import RequestError, is_among, nearest, shown
 MAX_BYTES = 1 << 18  # of a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 2048
 
-Kind: TypeAlias = Literal["json", "json_object", "regex", "choice", "ebnf", "lark"]
-Form: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar"]
-FORMS: tuple[Form, ...] = ("json", "json_object", "regex", "choice", "grammar")
+Kind: TypeAlias = Literal["json", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"]
+Form: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+FORMS: tuple[Form, ...] = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 # The parameters of vLLM's StructuredOutputsParams that are not built, with the values that ask for nothing.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "structural_tag": (None,),
     "whitespace_pattern": (None,),
     "disable_fallback": (None, False, True),  # there is nothing to fall back to
     "disable_additional_properties": (None, False, True),  # a schema that names properties admits only these
@@ -26,13 +25,14 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    r"""The form that an answer is held to: exactly one of the first five, named as vLLM's StructuredOutputsParams.
+    r"""The form that an answer is held to: exactly one of the first six, named as vLLM's StructuredOutputsParams.
 
     - json: a JSON Schema (draft 2020-12), as its text or as what `json.loads` makes of it, or a pydantic model.
     - json_object: any JSON object.
     - regex: a regular expression that the whole answer matches.
     - choice: texts, of which the answer is one.
     - grammar: in GBNF (llama.cpp's: `root ::= "a" | "b"`) or in Lark's form (`start: "a" | "b"`).
+    - structural_tag: text of which parts follow forms, in xgrammar's notation, as text or as an object.
     - disable_any_whitespace: JSON is written on one line, `{"a": 1, "b": 2}`; otherwise the model may indent it.
 
     label: the name of the field that gave the form, for messages.
@@ -45,6 +45,7 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    structural_tag: str | None = None
     disable_any_whitespace: bool = False
     label: str = field(default="", compare=False, repr=False)
 
@@ -56,6 +57,7 @@ class StructuredOutputs:
         label = self.label or f"structured_outputs.{given[0]}"
         object.__setattr__(self, "label", label)
         object.__setattr__(self, "json", _schema_text(label, self.json))
+        object.__setattr__(self, "structural_tag", _json_text(label, self.structural_tag, "a structural tag"))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(label, self.choice))
         for name in ("regex", "grammar"):
@@ -110,7 +112,7 @@ class StructuredOutputs:
         """The text that defines the form; that of a choice is a JSON list, that of any JSON object is empty."""
         if self.choice is not None:
             return json.dumps(self.choice)
-        return self.json or self.regex or self.grammar or ""
+        return self.json or self.regex or self.grammar or self.structural_tag or ""
 
 
 def _schema_text(label: str, schema: Any) -> str | None:
@@ -119,15 +121,22 @@ def _schema_text(label: str, schema: Any) -> str | None:
         return None
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
-    if not isinstance(schema, str):
-        if not isinstance(schema, Mapping | bool):
-            raise RequestError(f"{label}: expected a JSON Schema, found {shown(schema)}")
+    return _json_text(label, schema, "a JSON Schema", Mapping | bool)
+
+
+def _json_text(label: str, value: Any, what: str, kinds: Any = Mapping) -> str | None:
+    """Return a value as JSON text, unless it is text already."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        if not isinstance(value, kinds):
+            raise RequestError(f"{label}: expected {what}, found {shown(value)}")
         try:
-            schema = json.dumps(schema, ensure_ascii=False)
+            value = json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"{label}: it is no JSON: {str(error)[:200]}") from None
-    _check_text(label, schema)
-    return str(schema)
+    _check_text(label, value)
+    return str(value)
 
 
 def _choices(label: str, value: Any) -> tuple[str, ...]:

@@ -25,10 +25,11 @@ def backend() -> Backend:
 
 
 class Walker:
-    """The grammar of one schema. Raises RequestError for a schema that is refused."""
+    """The grammar of one schema, or of another form. Raises RequestError for a form that is refused."""
 
     def __init__(self, schema: Any) -> None:
-        self.grammar = backend().load(backend().compile(StructuredOutputs(json=schema)))
+        form = schema if isinstance(schema, StructuredOutputs) else StructuredOutputs(json=schema)
+        self.grammar = backend().load(backend().compile(form))
         self.bits = np.zeros((1, -(-(END + 1) // 32)), np.uint32)
 
     def admits(self, text: str) -> bool:

@@ -37,6 +37,7 @@ def test_a_pydantic_model_gives_its_schema() -> None:
         ({"choice": ["yes", 'n"o']}, "choice", '["yes", "n\\"o"]'),
         ({"grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
         ({"grammar": 'start: "a"'}, "lark", 'start: "a"'),
+        ({"structural_tag": {"format": {"type": "any_text"}}}, "structural_tag", '{"format": {"type": "any_text"}}'),
     ],
 )
 def test_kinds(fields: dict[str, Any], kind: str, source: str) -> None:
@@ -48,13 +49,13 @@ def test_kinds(fields: dict[str, Any], kind: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "expected one of json, json_object, regex, choice, grammar, found none"),
+        ({}, "expected one of json, json_object, regex, choice, grammar, structural_tag, found none"),
         ({"json_object": False}, "found none"),
         ({"regex": "a", "choice": ["b"]}, "found regex and choice"),
         ({"rexeg": "a"}, 'structured_outputs: it has no field "rexeg"; did you mean regex?'),
         ({"label": "a"}, 'has no field "label"'),
         ({"regex": "a", "whitespace_pattern": " ?"}, "structured_outputs.whitespace_pattern is not built yet"),
-        ({"structural_tag": {}}, "structured_outputs.structural_tag is not built yet"),
+        ({"structural_tag": [1]}, r"structured_outputs.structural_tag: expected a structural tag, found \[1\]"),
         ("json", "structured_outputs: expected an object"),
         ({"regex": ""}, "structured_outputs.regex: expected a text that is not empty"),
         ({"regex": 3}, "structured_outputs.regex: expected a text that is not empty, found 3"),

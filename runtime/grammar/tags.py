@@ -1,0 +1,90 @@
+"""Structural tags: texts of which parts follow forms, as xgrammar defines them, with exact JSON Schemas in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from inferc.errors import RequestError, nearest, shown
+from inferc.runtime.grammar.schema.exact import exact_schema
+
+Node: TypeAlias = Mapping[str, Any]
+
+# The kinds of formats, and the field in which each has another one, or a list of others; None: none of either.
+LEAVES = ("const_string", "json_schema", "any_text", "grammar", "regex", "token", "exclude_token", "any_tokens")
+TAG_LISTS = ("triggered_tags", "token_triggered_tags", "tags_with_separator")
+HELD: dict[str, str | None] = {
+    **dict.fromkeys(LEAVES, None),
+    **dict.fromkeys(("tag", "optional", "plus", "star", "repeat"), "content"),
+    **dict.fromkeys(("sequence", "or"), "elements"),
+    **dict.fromkeys(TAG_LISTS, "tags"),
+}
+MAX_DEPTH = 32
+
+
+def exact_tag(value: Any, max_whitespace: int) -> dict[str, Any]:
+    """Return a structural tag as xgrammar reads it, with each schema rewritten so that it admits what it should.
+
+    value: xgrammar's form, an object with `format`, or OpenAI's first one with `structures` and `triggers`.
+    max_whitespace: the most spaces and line breaks in a row in JSON. Raises RequestError for what cannot be held to.
+    """
+    if not isinstance(value, Mapping):
+        raise RequestError(f"expected an object with a format, found {shown(value)}")
+    if "structures" in value:
+        return {"type": "structural_tag", "format": _format(_of_structures(value), "#", max_whitespace, 0)}
+    if "format" not in value:
+        raise RequestError(
+            f"expected an object with a format, found one with {', '.join(map(str, value)) or 'nothing'}"
+        )
+    return {"type": "structural_tag", "format": _format(value["format"], "#/format", max_whitespace, 0)}
+
+
+def _of_structures(value: Node) -> dict[str, Any]:
+    """Convert OpenAI's first form: tags with schemas, each after one of the triggers."""
+    structures, triggers = value["structures"], value.get("triggers")
+    if not isinstance(structures, list) or not all(isinstance(each, Mapping) for each in structures):
+        raise RequestError(f"#/structures: expected a list of objects, found {shown(structures)}")
+    tags = []
+    for index, each in enumerate(structures):
+        if missing := [name for name in ("begin", "schema", "end") if name not in each]:
+            raise RequestError(f"#/structures/{index}: {missing[0]} is missing")
+        content = {"type": "json_schema", "json_schema": each["schema"]}
+        tags.append({"type": "tag", "begin": each["begin"], "content": content, "end": each["end"]})
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
+def _format(node: Any, place: str, max_whitespace: int, depth: int) -> dict[str, Any]:
+    if not isinstance(node, Mapping):
+        raise RequestError(f"{place}: expected an object with a type, found {shown(node)}")
+    kind = node.get("type")
+    if not isinstance(kind, str) or kind not in HELD:
+        hint = nearest(kind, HELD) if isinstance(kind, str) else f"expected one of {', '.join(HELD)}"
+        raise RequestError(f"{place}/type: {shown(kind)} is no format that is held to; {hint}")
+    if depth == MAX_DEPTH:
+        raise RequestError(f"{place}: formats are within one another more than {MAX_DEPTH} times")
+    if kind == "json_schema":
+        return _schema(node, place, max_whitespace)
+    name = HELD[kind]
+    if name is None:
+        return dict(node)
+    held, at = node.get(name), f"{place}/{name}"
+    if name == "content":
+        return {**node, name: _format(held, at, max_whitespace, depth + 1)}
+    if not isinstance(held, list) or not held:
+        raise RequestError(f"{at}: expected a list of at least one format, found {shown(held)}")
+    formats = [_format(each, f"{at}/{index}", max_whitespace, depth + 1) for index, each in enumerate(held)]
+    return {**node, name: formats}
+
+
+def _schema(node: Node, place: str, max_whitespace: int) -> dict[str, Any]:
+    known = ("type", "json_schema", "style", "max_whitespace_cnt")
+    if unknown := [name for name in node if name not in known]:
+        raise RequestError(f"{place}/{unknown[0]}: it is not built; leave it out")
+    if node.get("style", "json") != "json":
+        raise RequestError(f"{place}/style: {shown(node['style'])} is not built; leave it out, for JSON")
+    try:
+        schema = exact_schema(node.get("json_schema"))
+    except RequestError as error:
+        raise RequestError(f"{place}/json_schema: {error}") from None
+    most = node.get("max_whitespace_cnt", max_whitespace)
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}

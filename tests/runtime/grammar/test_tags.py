@@ -1,0 +1,123 @@
+"""Structural tags: what they admit, that schemas within them are held to exactly, and refusals at their place."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from schema_walks import Walker, backend
+
+from inferc import RequestError, StructuredOutputs
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Paris"]}, "days": {"type": "integer", "multipleOf": 3}},
+    "required": ["city", "days"],
+}
+OTHER = {"type": "object", "properties": {"day": {"pattern": "^[0-9]{3}$"}}, "required": ["day"]}
+
+
+def tag(begin: str, schema: Any, end: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
+
+
+TAGS = [tag("<a>", SCHEMA, "</a>"), tag("<b>", OTHER, "</b>")]
+FREE: dict[str, Any] = {"format": {"type": "triggered_tags", "triggers": ["<a>", "<b>"], "tags": TAGS}}
+TRIP, DAY = '{"city": "Rome", "days": 6}', '{"day": "123"}'
+
+
+@pytest.mark.parametrize(
+    ("value", "good", "bad"),
+    [
+        (FREE, ["no tag < a", f"so <a>{TRIP}</a> and <b>{DAY}</b>."], [f"<a>{DAY}</a>", "<a>", "<b>{}</b>"]),
+        (
+            {
+                "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}],
+                "triggers": ["<a>"],
+            },
+            ["", f"<a>{TRIP}</a>"],
+            ["<a>{}</a>"],
+        ),
+        (
+            {
+                "format": {
+                    "type": "sequence",
+                    "elements": [
+                        {"type": "const_string", "value": "Go: "},
+                        {"type": "tags_with_separator", "tags": TAGS, "separator": "; ", "at_least_one": True},
+                        {"type": "optional", "content": {"type": "regex", "pattern": "!{1,2}"}},
+                    ],
+                }
+            },
+            [f"Go: <a>{TRIP}</a>", f"Go: <b>{DAY}</b>; <a>{TRIP}</a>!!"],
+            ["Go: ", "", f"Go: <b>{DAY}</b>;", "Go: <a>{}</a>"],
+        ),
+    ],
+)
+def test_tags_hold_parts_of_an_answer(value: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    walker = Walker(StructuredOutputs(structural_tag=value))  # type: ignore[arg-type]
+    assert [text for text in good if not walker.admits(text)] == []
+    assert [text for text in bad if walker.admits(text)] == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_schema_is_held_to_exactly(seed: int) -> None:
+    elements = [tag("<a>", SCHEMA, "</a>"), tag("<b>", OTHER, "</b>"), tag("<c>", {"type": "number"}, "</c>")]
+    walker = Walker(
+        StructuredOutputs(structural_tag={"format": {"type": "sequence", "elements": elements}})  # type: ignore[arg-type]
+    )
+    found = walker.document(seed)
+    assert found is not None
+    for name, schema in (("a", SCHEMA), ("b", OTHER), ("c", {"type": "number"})):
+        text = found.partition(f"<{name}>")[2].partition(f"</{name}>")[0]
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+def test_whitespace_in_schemas_is_bounded_or_none() -> None:
+    form = {"format": tag("<a>", SCHEMA, "</a>")}
+    wide = '<a>{\n    "city": "Rome",\n    "days": 6\n}</a>'
+    walker = Walker(StructuredOutputs(structural_tag=form))  # type: ignore[arg-type]
+    assert walker.admits(wide) and not walker.admits(wide.replace("    ", " " * 30))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{", "it is no JSON"),
+        ("[]", "expected an object with a format, found"),
+        ({"type": "structural_tag"}, "expected an object with a format, found one with type"),
+        ({"format": 3}, "#/format: expected an object with a type, found 3"),
+        ({"format": {"type": "tagg"}}, '#/format/type: "tagg" is no format that is held to; did you mean tag?'),
+        ({"format": {"type": "or", "elements": []}}, "#/format/elements: expected a list of at least one format"),
+        (
+            {"format": {"type": "or", "elements": [{"type": "any_text"}, tag("a", {"type": "sting"}, "b")]}},
+            "#/format/elements/1/content/json_schema: ",
+        ),
+        (
+            {"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}},
+            '#/format/style: "qwen_xml" is not built',
+        ),
+        (
+            {"format": {"type": "json_schema", "json_schema": {}, "excludes": ["a"]}},
+            "#/format/excludes: it is not built",
+        ),
+        ({"structures": [{"begin": "a", "schema": {}}], "triggers": ["a"]}, "#/structures/0: end is missing"),
+        ({"structures": 3, "triggers": ["a"]}, "#/structures: expected a list of objects, found 3"),
+        ({"format": {"type": "const_string"}}, "value"),
+        ({"format": {"type": "triggered_tags", "triggers": ["<x>"], "tags": TAGS}}, "trigger"),
+    ],
+)
+def test_refusals_say_where(value: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        backend().compile(StructuredOutputs(structural_tag=value))
+    assert ".cc" not in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_formats_within_formats_are_bounded() -> None:
+    value: dict[str, Any] = {"type": "any_text"}
+    for _ in range(40):
+        value = {"type": "optional", "content": value}
+    with pytest.raises(RequestError, match="within one another more than 32 times"):
+        backend().compile(StructuredOutputs(structural_tag={"format": value}))  # type: ignore[arg-type]

@@ -1,0 +1,26 @@
+"""Chat templates of tests, rendered by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from inferc.chat_form import Message
+
+EACH = "{% for m in messages %}"
+END = "{% endfor %}"
+
+
+def rendered(template: str) -> Any:
+    def render(messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None) -> str:
+        found: Any = render_jinja_template(
+            [list(messages)],
+            None if tools is None else list(tools),
+            chat_template=template,
+            add_generation_prompt=goes_on,
+        )
+        return str(found[0][0])
+
+    return render
