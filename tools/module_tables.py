@@ -17,6 +17,7 @@ ROOMS = (
     "ir",
     "cost",
     "system",
+    "chat",
     "frontend",
     "passes",
     "codegen",

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 
 from jinja2 import TemplateSyntaxError
 
-from inferc.chat_form import ChatForm, Message, find_form
+from inferc.chat.calls import find_call_form
+from inferc.chat.form import ChatForm, Message, find_form
 
 log = logging.getLogger(__name__)
 
@@ -88,17 +89,19 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
     """Return what transformers renders of `golden_chats` by the template, for comparison with the runtime.
 
     form: the form in which the template reads messages; null for a template that leaves out the user's words in every
-    form. vectors: [{messages, add_generation_prompt, text, token_ids}], without conversations that the template
-    refuses. depends_on_time: whether texts hold the day on which they were made. begins_with_bos: whether a plain text,
-    and a conversation, begin with BOS; a conversation has it from the template, never twice. stop_token_ids: the ids
-    that end a text. turn_end: the first special token that the template writes after an answer. Warnings say if that
-    token ends no text, and if the template refuses every one of `golden_chats` when it is run.
+    form. calls: the form in which it writes calls of tools, or null. vectors: [{messages, add_generation_prompt, text,
+    token_ids}], without conversations that the template refuses. depends_on_time: whether texts hold the day on which
+    they were made. begins_with_bos: whether a plain text, and a conversation, begin with BOS; a conversation has it
+    from the template, never twice. stop_token_ids: the ids that end a text. turn_end: the first special token that the
+    template writes after an answer. Warnings say if that token ends no text, and if the template refuses every one of
+    `golden_chats` when it is run.
     """
 
     def render(messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None) -> str:
         return _render(tokenizer, template, messages, goes_on, tools)
 
     form = find_form(render)
+    calls = None if form is None else find_call_form(render, form)
     vectors: list[dict[str, Any]] = []
     refusal: Exception | None = None
     for messages, wanted in golden_chats(form) if form is not None else ():
@@ -133,6 +136,7 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
         )
     return {
         "form": None if form is None else asdict(form),
+        "calls": None if calls is None else calls.to_json(),
         "depends_on_time": "strftime_now" in template,
         "begins_with_bos": {
             "text": bos is not None and plain[:1] == [bos],

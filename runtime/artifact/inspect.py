@@ -68,8 +68,9 @@ class TensorrtFacts(Struct, frozen=True, omit_defaults=True):
 class Inspection(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The facts about an artifact, in the order in which `inferc inspect --json` prints them.
 
-    chat: the form in which the chat template reads messages (inferc.chat_form), or None without a template. chat,
-    certificate and stored (engine.json) are as parsed, with all their fields.
+    chat: the form in which the chat template reads messages (inferc.chat.form), or None without a template. calls: the
+    form in which the model writes calls of tools (inferc.chat.calls), or None if there is none that is known. chat,
+    calls, certificate and stored (engine.json) are as parsed, with all their fields.
     """
 
     format_version: int
@@ -86,6 +87,7 @@ class Inspection(Struct, frozen=True, omit_defaults=True, kw_only=True):
     programs: list[RankFacts]
     model: Model
     chat: dict[str, Any] | None
+    calls: dict[str, Any] | None = None
     config: Config
     passes: list[PassRow]
     kernels: list[KernelRow]
@@ -127,7 +129,8 @@ def inspect_artifact(path: str | os.PathLike[str]) -> Inspection:
         cubins=artifact.entry.cubins,
         programs=[_rank_facts(rank, arena_bytes(rank)) for rank in artifact.ranks],
         model=manifest.model,
-        chat=_chat_facts(artifact),
+        chat=_chat_facts(artifact, "form"),
+        calls=_chat_facts(artifact, "calls"),
         config=manifest.config,
         passes=manifest.passes,
         kernels=manifest.kernels,
@@ -152,10 +155,10 @@ def _rank_facts(rank: Artifact, arena_bytes: int) -> RankFacts:
     )
 
 
-def _chat_facts(artifact: Artifact) -> dict[str, Any] | None:
+def _chat_facts(artifact: Artifact, field: str) -> dict[str, Any] | None:
     name = "tokenizer/golden_chat.json"
     golden = artifact.read_json(name) if name in artifact.manifest.files else {}
-    return golden.get("form") if isinstance(golden, dict) else None
+    return golden.get(field) if isinstance(golden, dict) else None
 
 
 def _tensorrt_facts(artifact: Artifact, stored: Tensorrt) -> TensorrtFacts:

@@ -1,4 +1,4 @@
-"""The conversion of clients' messages into the form that a chat template reads (inferc.chat_form)."""
+"""The conversion of clients' messages into the form that a chat template reads (inferc.chat.form)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inferc.chat_form import NOTHING, ChatForm, Message
+from inferc.chat.form import NOTHING, ChatForm, Message
 from inferc.errors import RequestError, shown
 
 # The names of a message's reasoning; the first is the standard one.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inferc.chat_form import ChatForm, form_of
+from inferc.chat.form import ChatForm, form_of
 from inferc.errors import RequestError
 from inferc.runtime.text.chat_messages import formed
 from inferc.runtime.text.template_process import TemplateProcess

@@ -39,6 +39,7 @@ class GoldenChats(Struct, frozen=True):
     stop_token_ids: list[int] | None = None
     depends_on_time: bool = False
     form: dict[str, Any] | None = None  # the form in which the chat template reads messages, as ChatForm
+    calls: dict[str, Any] | None = None  # the form in which it writes calls of tools, as CallForm
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from inferc.chat_form import Message, find_form
+from inferc.chat.form import Message, find_form
 from inferc.errors import RequestError
 from inferc.runtime.text.template_sandbox import Sandbox
 from inferc.system.worker import Answer, run_worker

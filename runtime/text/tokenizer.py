@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from inferc.chat_form import ChatForm, form_of
+from inferc.chat.calls import CallForm, call_form_of
+from inferc.chat.form import ChatForm, form_of
 from inferc.errors import ArtifactError, RequestError
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.text.control_tokens import ControlTokens, parse_in_text
@@ -58,6 +59,7 @@ class Text:
         self.facts: dict[str, Any] = files.json("tokenizer_config.json", dict) or {}
         self._golden_chat = files.json("golden_chat.json", GoldenChats) or GoldenChats()
         self._form = _form_of(files.folder / "golden_chat.json", self._golden_chat)
+        self.call_form = _call_form_of(files.folder / "golden_chat.json", self._golden_chat)
         self._template = files.text("chat_template.jinja")
         self._controls: ControlTokens | None = None
         if in_text != "allow":
@@ -359,3 +361,13 @@ def _form_of(path: Path, golden: GoldenChats) -> ChatForm | None:
         return form_of(golden.form)
     except ValueError as error:
         raise ArtifactError(f"{path}: form: {error}; compile the model again") from error
+
+
+def _call_form_of(path: Path, golden: GoldenChats) -> CallForm | None:
+    """Return the form of calls that was found at compile time; None if there was none."""
+    if golden.calls is None:
+        return None
+    try:
+        return call_form_of(golden.calls)
+    except ValueError as error:
+        raise ArtifactError(f"{path}: calls: {error}; compile the model again") from error

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from inferc.chat_form import Message
+from inferc.chat.form import Message
 
 EACH = "{% for m in messages %}"
 END = "{% endfor %}"

@@ -27,7 +27,8 @@ def inspect(out: Out, as_json: Json = False) -> None:
 def _show(facts: Inspection) -> None:
     import msgspec
 
-    from inferc.chat_form import form_of
+    from inferc.chat.calls import call_form_of
+    from inferc.chat.form import form_of
 
     config, model = facts.config, facts.model
     rows = {
@@ -37,6 +38,7 @@ def _show(facts: Inspection) -> None:
         "arena": f"{facts.arena_bytes / 1e6:.1f} MB",
         "KV cache": f"{facts.kv_bytes_per_token} bytes a token",
         **({"chat": str(form_of(facts.chat))} if facts.chat is not None else {}),
+        **({"calls": str(call_form_of(facts.calls))} if facts.calls is not None else {}),
         "format": f"version {facts.format_version}, by {facts.producer}",
         "signature": _signature(facts.signature),
         **({"passes": ", ".join(config.passes) + " (besides inferc's own)"} if config.passes else {}),

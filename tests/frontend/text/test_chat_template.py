@@ -10,7 +10,8 @@ import pytest
 import transformers
 from random_models import make_random_model
 
-from inferc.chat_form import ChatForm
+from inferc.chat.calls import CallForm
+from inferc.chat.form import ChatForm
 from inferc.errors import ArtifactError, RequestError
 from inferc.frontend.checkpoint.load import load
 from inferc.frontend.text.chat_template import golden_chats
@@ -127,6 +128,19 @@ def test_parts_and_calls_of_tools_are_written_as_transformers_does(
         assert text.encode_chat(row["messages"], add_generation_prompt=row["add_generation_prompt"]) == row["token_ids"]
     parts = next(row for row in golden["vectors"] if isinstance(row["messages"][0]["content"], list))
     assert ("[Hello, ][world!]" if form.content == "parts" else "Hello, world!") in parts["text"]
+
+
+def test_the_form_of_calls_is_kept_and_read(folder: Path, tmp_path: Path) -> None:
+    calls = (
+        "{% for call in message.tool_calls or [] %}<call>{{ call.function.name }} "
+        "{{ call.function.arguments | tojson }}</call>{% endfor %}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    )
+    use_template(folder, TEMPLATE.replace("</s>", calls + "</s>"))
+    text = written(folder, tmp_path / "t")
+    assert text.call_form == CallForm("<call>", " ", "</call>", "</call><call>")
+    edit(tmp_path / "t" / "golden_chat.json", calls={"before": ""})
+    with pytest.raises(ArtifactError, match="golden_chat.json: calls: expected an object with before, between, after"):
+        Text(tmp_path / "t")
 
 
 def test_a_template_may_write_any_token_that_has_a_name(folder: Path, tmp_path: Path) -> None:

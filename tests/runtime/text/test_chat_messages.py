@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inferc.chat_form import ChatForm
+from inferc.chat.form import ChatForm
 from inferc.errors import RequestError
 from inferc.runtime.text.chat_messages import formed
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from inferc.chat_form import ChatForm
+from inferc.chat.form import ChatForm
 from inferc.errors import ConfigError, RequestError
 from inferc.frontend.checkpoint.load import load
 from inferc.frontend.text.text_files import tokenizer_files

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from inferc.chat_form import ChatForm
+from inferc.chat.form import ChatForm
 from inferc.errors import RequestError
 from inferc.runtime.text.chat_template import ChatTemplate
 from inferc.system import worker_process
@@ -130,7 +130,7 @@ def test_it_ends_when_it_is_closed_or_nobody_has_it() -> None:
 
 PARENT = """
 import sys, threading
-from inferc.chat_form import ChatForm
+from inferc.chat.form import ChatForm
 from inferc.runtime.text.chat_template import ChatTemplate
 from inferc.system.worker_process import WorkerLimits
 template = ChatTemplate(sys.argv[1], {}, ChatForm(), WorkerLimits(1.0))

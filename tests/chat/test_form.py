@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rendering import EACH, END, rendered
 
-from inferc.chat_form import ChatForm, find_form, form_of
+from inferc.chat.form import ChatForm, find_form, form_of
 
 PARTS = "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
 CALLS = (
