@@ -133,7 +133,8 @@ def test_parts_and_calls_of_tools_are_written_as_transformers_does(
 def test_the_form_of_calls_is_kept_and_read(folder: Path, tmp_path: Path) -> None:
     calls = (
         "{% for call in message.tool_calls or [] %}<call>{{ call.function.name }} "
-        "{{ call.function.arguments | tojson }}</call>{% endfor %}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+        "{{ call.function.arguments | tojson }}</call>{% endfor %}"
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     )
     use_template(folder, TEMPLATE.replace("</s>", calls + "</s>"))
     text = written(folder, tmp_path / "t")
