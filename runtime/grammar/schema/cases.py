@@ -32,7 +32,7 @@ def key_of(atoms: Iterable[Atom]) -> Key:
     return tuple(sorted(set(atoms)))
 
 
-Bound: TypeAlias = tuple[float, bool, str]  # the number, whether itself is outside, the keyword
+Bound: TypeAlias = tuple[float, bool, str]  # the number, whether itself is outside, the place of the keyword
 Chain: TypeAlias = tuple[Atom, ...]
 
 
@@ -72,6 +72,8 @@ class Case:
 
     unbuilt: by type, the place and the words of what its values cannot be held to.
     left_out: of such a case that is left out if any other admits something.
+    places: of the keywords that refusals name: of "properties 3" (at least three), "integer" (a type that is ruled
+    out), "number" (one that is asked for).
     """
 
     types: set[str] = field(default_factory=lambda: set(TYPES))
@@ -92,6 +94,7 @@ class Case:
     names: list[Atom] = field(default_factory=list)
     unbuilt: dict[str, tuple[str, str]] = field(default_factory=dict)
     left_out: tuple[str, str] | None = None
+    places: dict[str, str] = field(default_factory=dict)
     reason: str = ""
 
     def copy(self) -> Case:
@@ -145,6 +148,7 @@ class Case:
             return ""
         (low, is_over, lower), (high, is_under, upper) = self.low, self.high
         if low > high or (low == high and (is_over or is_under)):
+            lower, upper = lower.rpartition("/")[2], upper.rpartition("/")[2]
             return f"{lower} {shown(low)} is {'more than' if low > high else 'no less than'} {upper} {shown(high)}"
         return ""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from inferc.runtime.grammar.schema.automata import TooLargeError
 from inferc.runtime.grammar.schema.cases import Atom, Key
-from inferc.runtime.grammar.schema.documents import Document, refuse, step
+from inferc.runtime.grammar.schema.documents import Document, refuse
 from inferc.runtime.grammar.schema.keywords import parts_of
 from inferc.runtime.grammar.schema.reader import Reader
 from inferc.runtime.grammar.schema.regex import ALL
@@ -151,7 +151,7 @@ class _Rewriter:
             if shape.least > len(shape.names):
                 words = f"{shape.least} properties that differ are not built where names are free"
                 refuse(
-                    step(shape.place, "minProperties"),
+                    shape.least_place,
                     f"{words}; name them with properties, or leave minProperties out",
                 )
             others = []
@@ -221,5 +221,5 @@ def _pruned(shape: Shape, full: set[Key]) -> Shape:
     if isinstance(shape, ObjectShape):
         names = {name: key for name, key in shape.names.items() if key in full}
         others = [(term, key) for term, key in shape.others if key in full]
-        return ObjectShape(names, shape.required, others, shape.least, shape.most, shape.place)
+        return ObjectShape(names, shape.required, others, shape.least, shape.most, shape.place, shape.least_place)
     return shape

@@ -69,15 +69,24 @@ def _leave_out(place: str, words: str) -> Action:
     return _do(lambda case: setattr(case, "left_out", (place, words)))
 
 
-def _bound(name: str, number: float, is_low: bool, is_outside: bool) -> Action:
+def _bound(place: str, number: float, is_low: bool, is_outside: bool) -> Action:
     def act(case: Case, chain: Chain) -> None:
-        (case.over if is_low else case.under)((number, is_outside, name))
+        (case.over if is_low else case.under)((number, is_outside, place))
 
     return act
 
 
-def _between(what: str, least: int = 0, most: int | None = None) -> Action:
-    return lambda case, chain: case.between(what, least, most)
+def _between(place: str, what: str, least: int = 0, most: int | None = None) -> Action:
+    def act(case: Case, chain: Chain) -> None:
+        case.between(what, least, most)
+        if least:
+            case.places.setdefault(f"{what} {least}", place)
+
+    return act
+
+
+def _placed(name: str, place: str) -> Action:
+    return _do(lambda case: case.places.setdefault(name, place))
 
 
 def _term(term: Term, place: str) -> Action:
@@ -120,18 +129,21 @@ class _Holds:
         words, steps = self.words, self.parts.steps
         if "type" in self.raw:
             steps.append(_only(*words.types()))
+            if "fraction" in words.types():
+                steps.append(_placed("number", step(self.place, "type")))
         for values in words.values():
             steps.append(_choose(values))
         for name, (is_low, is_outside) in BOUNDS.items():
             if name in self.raw:
-                steps.append(_bound(name, words.number(name), is_low, is_outside))
+                steps.append(_bound(step(self.place, name), words.number(name), is_low, is_outside))
         if "multipleOf" in self.raw:
-            unit, place = words.unit(), step(self.place, "multipleOf")
-            steps.append(_do(lambda case: case.multiples.append((unit, place))))
+            unit = (words.unit(), step(self.place, "multipleOf"))
+            steps.append(_do(lambda case: case.multiples.append(unit)))
         for name, (_, what, is_least) in COUNTS.items():
             if name in self.raw:
                 count = words.count(name)
-                steps.append(_between(what, count) if is_least else _between(what, 0, count))
+                ends = (count, None) if is_least else (0, count)
+                steps.append(_between(step(self.place, name), what, *ends))
         if "pattern" in self.raw:
             steps.append(_term(words.pattern(), step(self.place, "pattern")))
         if "format" in self.raw and (term := words.format()) is not None:
@@ -143,13 +155,13 @@ class _Holds:
 
     def lists(self) -> None:
         if self.raw.get("uniqueItems") is True:
-            place = step(self.place, "uniqueItems")
-            self.parts.steps.append(_do(lambda case: setattr(case, "unique", place)))
+            unique = step(self.place, "uniqueItems")
+            self.parts.steps.append(_do(lambda case: setattr(case, "unique", unique)))
         if "contains" in self.raw:
-            place, atom = step(self.place, "contains"), self.inner("contains")
             least = self.words.count("minContains") if "minContains" in self.raw else 1
+            contained = (self.inner("contains"), least, step(self.place, "contains"))
             if least:
-                self.parts.steps.append(_do(lambda case: case.contains.append((atom, least, place))))
+                self.parts.steps.append(_do(lambda case: case.contains.append(contained)))
             if "maxContains" in self.raw:
                 place = step(self.place, "maxContains")
                 self.parts.steps.append(_unbuilt(place, f'"maxContains" {LEAVE_OUT}', "array"))
@@ -243,6 +255,8 @@ def _choose(values: list[Any]) -> Action:
 def _negated(reader: Reader, atom: Atom, words: Keywords) -> Parts:
     """Return the ways in which a schema does not hold: each is one keyword that does not."""
     options = list(_ways(reader, words, atom))
+    if not options:
+        return Parts([_nothing(f"not {words.place}, which admits everything")])
     return Parts(choices=[(words.place, options)])
 
 
@@ -254,15 +268,16 @@ def _ways(reader: Reader, words: Keywords, atom: Atom) -> list[list[Step]]:
 
     ways: list[list[Step]] = []
     if "type" in raw:
-        ways.append([_only(*types_but(words.types()))])
+        ways.append([_only(*types_but(words.types())), _placed("integer", step(place, "type"))])
     for values in words.values():
         ways.append([_do(lambda case, values=values: case.excluded.extend(values))])  # type: ignore[misc]
     for name, (is_low, is_outside) in BOUNDS.items():
         if name in raw:
-            ways.append([_only(*NUMBERS), _bound(name, words.number(name), not is_low, not is_outside)])
+            ways.append([_only(*NUMBERS), _bound(step(place, name), words.number(name), not is_low, not is_outside)])
     for name, (kind, what, is_least) in COUNTS.items():
         if name in raw and (count := words.count(name)) >= is_least:
-            ways.append([_only(kind), _between(what, 0, count - 1) if is_least else _between(what, count + 1)])
+            ends = (0, count - 1) if is_least else (count + 1, None)
+            ways.append([_only(kind), _between(step(place, name), what, *ends)])
     if "pattern" in raw:
         ways.append([_only("string"), _term(negation(words.pattern(is_widest=True)), step(place, "pattern"))])
     for name in raw.get("properties", ()):
@@ -272,7 +287,7 @@ def _ways(reader: Reader, words: Keywords, atom: Atom) -> list[list[Step]]:
         ways.append([_only("object"), _forbid(name)])
     for index in range(len(raw.get("prefixItems", ()))):
         prefix = [*[Atom(reader.document.true)] * index, other("prefixItems", index)]
-        ways.append([_only("array"), _between("items", index + 1), _layer(prefix=prefix)])
+        ways.append([_only("array"), _between(step(place, "prefixItems"), "items", index + 1), _layer(prefix=prefix)])
     if "contains" in raw and "minContains" not in raw and "maxContains" not in raw:
         ways.append([_only("array"), _layer(rest=other("contains"))])
     for keyword in ("$ref", "$dynamicRef"):

@@ -90,7 +90,7 @@ def _unit(case: Case, place: str) -> tuple[int, bool]:
     """Return what the numbers are multiples of, and whether they are integers."""
     is_integer = "fraction" not in case.types
     if "integer" not in case.types:
-        refuse(place, "numbers that are no integers cannot be told apart; allow number")
+        refuse(case.places.get("integer", place), "numbers that are no integers cannot be told apart; allow number")
     found = 1
     for unit, where in case.multiples:
         parts = exact(unit)
@@ -112,7 +112,8 @@ def _integers(case: Case, unit: int, place: str) -> list[Form]:
     low = None if case.low is None else math.floor(case.low[0]) + 1 if case.low[1] else math.ceil(case.low[0])
     high = None if case.high is None else math.ceil(case.high[0]) - 1 if case.high[1] else math.floor(case.high[0])
     if (low is not None and low > LARGEST) or (high is not None and high < -LARGEST):
-        refuse(place, "integers beyond 64 bits are not built; use a smaller bound")
+        bound = case.low if low is not None and low > LARGEST else case.high
+        refuse(_place(bound, place), "integers beyond 64 bits are not built; use a smaller bound")
     if low is not None and high is not None and low > high:
         case.reason = f"no integer is from {shown(case.low and case.low[0])} to {shown(case.high and case.high[0])}"
         return []
@@ -165,15 +166,25 @@ def _between(low: Bound | None, high: Bound | None, place: str) -> list[Form]:
             math.ceil(last) - 1 if high[1] else math.floor(last),
         )
         if from_ > to:
-            refuse(place, f"no number of six decimals is between {low[0]} and {high[0]}; use a wider range")
+            refuse(
+                _place(high, place), f"no number of six decimals is between {low[0]} and {high[0]}; use a wider range"
+            )
     form: Form = {"type": "number"}
     if low is not None:
         form["exclusiveMinimum" if low[1] else "minimum"] = _floating(low[0], math.inf)
     if high is not None:
         form["exclusiveMaximum" if high[1] else "maximum"] = _floating(high[0], -math.inf)
-    if any(abs(form.get(each, 0)) > 1e15 for each in form if each != "type"):
-        refuse(place, "bounds of numbers beyond 1e15 are not built; use integers, or a smaller bound")
+    for bound in (low, high):
+        if bound is not None and abs(bound[0]) > 1e15:
+            refuse(
+                _place(bound, place), "bounds of numbers beyond 1e15 are not built; use integers, or a smaller bound"
+            )
     return [form]
+
+
+def _place(bound: Bound | None, place: str) -> str:
+    """Return the place of a bound, or this one for a bound that is a value left out."""
+    return bound[2] if bound is not None and bound[2] != "not" else place
 
 
 def _floating(number: float, inwards: float) -> float:

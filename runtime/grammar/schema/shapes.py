@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 from math import perm
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ from inferc.errors import shown
 from inferc.runtime.grammar.schema.automata import TooLargeError, plain
 from inferc.runtime.grammar.schema.cases import Atom, Case, Key, key_of
 from inferc.runtime.grammar.schema.documents import refuse
-from inferc.runtime.grammar.schema.reader import NUMBERS, Reader
+from inferc.runtime.grammar.schema.reader import MOST_CASES, NUMBERS, Reader
 from inferc.runtime.grammar.schema.regex import ALL, NEVER, Term, alt, conj, literal, matches, negation
 from inferc.runtime.grammar.schema.scalars import Form, UnspelledError, number_forms, text_form, text_term, value_forms
 from inferc.runtime.grammar.schema.values import TYPES, distinct
@@ -49,6 +49,7 @@ class ObjectShape:
     least: int
     most: int | None
     place: str
+    least_place: str
 
 
 Shape: TypeAlias = Leaf | ListShape | ObjectShape
@@ -83,7 +84,7 @@ def node_of(reader: Reader, key: Key) -> Node:
 
 def is_free(case: Case) -> bool:
     """Return whether a case admits every value."""
-    return case == Case(reason=case.reason)
+    return case == Case(reason=case.reason, places=case.places)
 
 
 class _Shaper:
@@ -110,7 +111,8 @@ class _Shaper:
             values = [each for each in ((None,) if kind == "null" else (True, False)) if kind in case.types]
             values = [each for each in values if not any(each is other for other in case.excluded)]
             shapes += [Leaf(form) for form in value_forms(values, self.place)]
-        if case.types & set(NUMBERS):
+        are_left_out = "integer" not in case.types and "number" not in case.places
+        if case.types & set(NUMBERS) and not are_left_out:
             shapes += [Leaf(form) for form in number_forms(case, self.place)]
         if "string" in case.types and (form := text_form(case, self.place)) is not None:
             shapes.append(Leaf(form))
@@ -118,6 +120,8 @@ class _Shaper:
             if kind in case.types:
                 self.check_excluded(list if kind == "array" else dict)
                 shapes += self.lists() if kind == "array" else self.objects()
+        if not shapes and are_left_out and "fraction" in case.types:
+            shapes += [Leaf(form) for form in number_forms(case, self.place)]
         return shapes
 
     def check_excluded(self, kind: type) -> None:
@@ -139,6 +143,10 @@ class _Shaper:
         ways: list[tuple[list[Key], int]] = [(prefix, least)]
         for atom, count, place in case.contains:
             ways = [way for begin, low in ways for way in self.containing(begin, rest, low, atom, count, place)]
+            if len(ways) > MOST_CASES:
+                refuse(
+                    place, f"more than {MOST_CASES} ways in which lists contain what they must; set a lower maxItems"
+                )
         if most is not None and least > most:
             case.reason = f"minItems {least} is more than maxItems {most}"
         return [ListShape(begin, rest, low, most) for begin, low in ways if most is None or low <= most]
@@ -169,20 +177,29 @@ class _Shaper:
     def containing(
         self, prefix: list[Key], rest: Key, least: int, atom: Atom, count: int, place: str
     ) -> list[tuple[list[Key], int]]:
-        """Return the lists that contain an item: those whose items all are such, or one case for each place of it."""
+        """Return the lists that contain so many items: those of such items alone, or a case for each place of them."""
+        most = self.case.items[1]
+        if self.reader.is_false(atom):
+            self.case.reason = f"{place} is false"
+            return []
+        if most is not None and count > most:
+            self.case.reason = f"minContains {count} is more than maxItems {most}"
+            return []
         if count <= sum(atom in key for key in prefix[:least]):
             return [(prefix, least)]
-        if atom in rest and all(atom in key for key in prefix):
+        is_any = any(map(is_free, self.reader.cases((atom,))))
+        if is_any or (atom in rest and all(atom in key for key in prefix)):
             return [(prefix, max(least, count))]
-        most = self.case.items[1]
-        if count > 1 or most is None or most > MOST_PLACES:
+        if most is None or most > MOST_PLACES:
             hint = f"set maxItems to at most {MOST_PLACES}, or use prefixItems"
             refuse(place, f'"contains" in a list of any length is not built; {hint}')
         ways = []
-        for index in range(most):
-            begin = [prefix[each] if each < len(prefix) else rest for each in range(max(index + 1, len(prefix)))]
-            begin[index] = key_of((*begin[index], atom))
-            ways.append((begin, max(least, index + 1)))
+        for places in combinations(range(most), count):
+            size = places[-1] + 1
+            begin = [prefix[each] if each < len(prefix) else rest for each in range(max(size, len(prefix)))]
+            for index in places:
+                begin[index] = key_of((*begin[index], atom))
+            ways.append((begin, max(least, size)))
         return ways
 
     # ----------------------------------------------------------------------------------------------- objects
@@ -214,7 +231,17 @@ class _Shaper:
             )
             case.reason = f"{found} is more than maxProperties {most}"
             return []
-        return [ObjectShape(names, set(case.required), others, least, most, self.place)]
+        return [
+            ObjectShape(
+                names,
+                set(case.required),
+                others,
+                least,
+                most,
+                self.place,
+                case.places.get(f"properties {least}", self.place),
+            )
+        ]
 
     def names(self) -> tuple[list[str] | None, Term]:
         """Return the names that properties may have: a list, or a term."""

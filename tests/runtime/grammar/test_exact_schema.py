@@ -48,6 +48,21 @@ EXACT: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "array", "prefixItems": [{"type": "null"}], "items": False}, ["[]", "[null]"], ["[null, 1]"]),
     ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, ["[]", "[2, 1]"], ["[1, 1]"]),
     ({"type": "array", "contains": {"const": 1}, "maxItems": 2}, ["[1]", "[2, 1]"], ["[]", "[2]"]),
+    ({"contains": {"const": 1}, "minContains": 2, "maxItems": 3}, ["[1,1]", "[0,1,1]", "[1,0,1]"], ["[1]", "[0,0,1]"]),
+    ({"contains": True}, ["[0]", "[0,1]", '"a"'], ["[]"]),
+    ({"contains": {"if": False, "else": True}, "minContains": 2}, ["[0,1]"], ["[0]"]),
+    ({"contains": False}, ["1", "{}"], ["[]", "[0]"]),
+    ({"not": {"type": "integer"}}, ['"a"', "null", "[1]"], ["1"]),
+    (
+        {
+            "oneOf": [
+                {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+                {"properties": {"b": {"type": "string"}}, "required": ["b"]},
+            ]
+        },
+        ['{"a":1}', '{"b":"y","a":"x"}', '{"a":1,"b":2}'],
+        ['{"a":1,"b":"y"}', '{"a":"x"}'],
+    ),
     ({"type": "string", "minLength": 2, "maxLength": 3}, ['"ab"', '"é東c"'], ['"a"', '"abcd"', '"a\x01"']),
     ({"type": "string", "pattern": "b+c"}, ['"bbc"'], ['"bb"']),
     ({"type": "string", "pattern": '^["\\\\]$'}, ['"\\""', '"\\\\"'], ['"a"', '"\\"']),
@@ -106,6 +121,29 @@ def nested(depth: int) -> dict[str, Any]:
             '#/properties/a/contains: "contains" in a list of any length',
         ),
         ({"type": "array", "contains": {}, "maxContains": 2}, '#/maxContains: "maxContains" is not built'),
+        (
+            {"contains": {"const": 1}, "minContains": 2},
+            '#/contains: "contains" in a list of any length is not built; set',
+        ),
+        (
+            {"type": "array", "allOf": [{"contains": {"const": each}} for each in range(3)], "maxItems": 8},
+            "#/allOf/2/contains: more than 256 ways in which lists contain what they must",
+        ),
+        (
+            {"type": "array", "contains": {}, "minContains": 3, "maxItems": 2},
+            "#: admits nothing: minContains 3 is more than maxItems 2",
+        ),
+        ({"type": "array", "contains": False}, "#: admits nothing: #/contains is false"),
+        (
+            {"type": ["number", "null"], "not": {"type": "integer"}},
+            "#/not/type: numbers that are no integers cannot be",
+        ),
+        ({"type": "number", "allOf": [{"maximum": 1e20}]}, "#/allOf/0/maximum: bounds of numbers beyond 1e15"),
+        ({"type": "object", "allOf": [{"minProperties": 3}]}, "#/allOf/0/minProperties: 3 properties that differ"),
+        ({"type": "object", "minProperties": 1, "not": {"maxProperties": 2}}, "#/not/maxProperties: 3 properties that"),
+        ({"type": "array", "uniqueItems": True, "contains": {"const": 1}}, "#/uniqueItems: found true"),
+        ({"type": "number", "multipleOf": 0.3, "minLength": 1}, "#/multipleOf: multiples of 0.3"),
+        ({"not": {}}, "#: admits nothing: not #/not, which admits everything"),
         ({"type": "array", "uniqueItems": True}, "#/uniqueItems: found true, which is built for few values"),
         ({"type": "number", "multipleOf": 0.3}, "#/multipleOf: multiples of 0.3 are not built"),
         ({"type": "object", "minProperties": 3}, "#/minProperties: 3 properties that differ are not built"),
