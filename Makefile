@@ -11,6 +11,7 @@ GPU_PYTHON := 3.12
 LOWEST_VENV := .venv-lowest
 LOWEST_PYTHON := 3.11
 CLIENT_VENVS := .venv-clients
+SCHEMA_SUITE := .venv-schema-suite
 PREBUILT := --only 'llama bfloat16' --only 'llama-tied bfloat16'
 JOBS ?= 2
 ARGS ?=
@@ -29,6 +30,7 @@ CLIENTS := $(patsubst tests/clients/%.txt,$(CLIENT_VENVS)/%/.installed,$(wildcar
 ifneq ($(shell command -v npm),)
 CLIENTS += $(patsubst tests/clients/%.json,$(CLIENT_VENVS)/%/.installed,$(wildcard tests/clients/*.json))
 endif
+SUITES := $(SCHEMA_SUITE)/.installed
 endif
 
 INFERC := $(PY) -m inferc
@@ -64,6 +66,15 @@ $(CLIENT_VENVS)/%/.installed: tests/clients/%.json
 	npm install --prefix $(@D) --silent --no-audit --no-fund --ignore-scripts
 	touch $@
 
+# The official tests of JSON Schema, which jsonschema's source has, and its wheel has not.
+$(SCHEMA_SUITE)/.installed: constraints.txt | $(READY)
+	rm -rf $(@D)
+	mkdir $(@D)
+	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --no-binary jsonschema --dest $(@D) \
+	    "$$(grep -E '^jsonschema==' constraints.txt)"
+	tar -xzf $(@D)/jsonschema-*.tar.gz -C $(@D) --strip-components=1 --wildcards '*/json/tests/draft2020-12'
+	touch $@
+
 demo: $(READY)  ## compile, generate, serve and stream with the model that ships
 	$(PY) examples/demo.py $(DEMO_OUT)
 
@@ -82,7 +93,7 @@ test: lint $(READY)  ## lint, types and tests: what every change must pass
 	failed=0; $(MAKE) --no-print-directory unit || failed=1; \
 	wait $$types || failed=1; cat out/types.log; exit $$failed
 
-test-all: lint types $(READY) $(CLIENTS)  ## test, the slow tests, sanitizers, the lowest versions and a second set of them
+test-all: lint types $(READY) $(CLIENTS) $(SUITES)  ## test, the slow tests, sanitizers, the lowest versions and a second set of them
 ifndef PYTHON
 	$(call with_python,$(LOWEST_PYTHON),$(LOWEST_VENV)/.installed)
 endif
