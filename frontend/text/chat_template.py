@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from jinja2 import TemplateSyntaxError
 
 from inferc.chat.calls import find_call_form
-from inferc.chat.form import ChatForm, Message, find_form
+from inferc.chat.form import ChatForm, Message, Render, find_form
 
 log = logging.getLogger(__name__)
 
@@ -102,26 +102,7 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
 
     form = find_form(render)
     calls = None if form is None else find_call_form(render, form)
-    vectors: list[dict[str, Any]] = []
-    refusal: Exception | None = None
-    for messages, wanted in golden_chats(form) if form is not None else ():
-        goes_on = messages[-1]["role"] != "assistant"
-        try:
-            text = render(wanted, goes_on, None)
-        except Exception as error:  # noqa: BLE001 (a template may raise anything, such as for a role it does not know)
-            log.info("%s: the chat template refuses a conversation: %s", name, error)
-            refusal = error
-            continue
-        ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-        vectors.append({"messages": messages, "add_generation_prompt": goes_on, "text": text, "token_ids": ids})
-    # Templates that cannot be parsed, or have no form, are reported by the runtime's own check of the artifact instead.
-    if refusal is not None and not vectors and not isinstance(refusal, TemplateSyntaxError):
-        log.warning(
-            "%s: the chat template refuses every conversation that was tried (%s): chats will be refused, plain prompts"
-            " work; correct the template if it is to be used",
-            name,
-            " ".join(str(refusal).split())[:200],
-        )
+    vectors = _golden_vectors(tokenizer, render, form, name) if form is not None else []
     bos = tokenizer.bos_token_id
     plain = [int(token) for token in tokenizer("a")["input_ids"]]
     turn_end = _turn_end(tokenizer, vectors)
@@ -146,6 +127,31 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
         "turn_end": turn_end,
         "vectors": vectors,
     }
+
+
+def _golden_vectors(tokenizer: Any, render: Render, form: ChatForm, name: str) -> list[dict[str, Any]]:
+    """Return what is rendered of `golden_chats`, without those that the template refuses; warn if these are all."""
+    vectors: list[dict[str, Any]] = []
+    refusal: Exception | None = None
+    for messages, wanted in golden_chats(form):
+        goes_on = messages[-1]["role"] != "assistant"
+        try:
+            text = render(wanted, goes_on, None)
+        except Exception as error:  # noqa: BLE001 (a template may raise anything, such as for a role it does not know)
+            log.info("%s: the chat template refuses a conversation: %s", name, error)
+            refusal = error
+            continue
+        ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        vectors.append({"messages": messages, "add_generation_prompt": goes_on, "text": text, "token_ids": ids})
+    # Templates that cannot be parsed, or have no form, are reported by the runtime's own check of the artifact instead.
+    if refusal is not None and not vectors and not isinstance(refusal, TemplateSyntaxError):
+        log.warning(
+            "%s: the chat template refuses every conversation that was tried (%s): chats will be refused, plain prompts"
+            " work; correct the template if it is to be used",
+            name,
+            " ".join(str(refusal).split())[:200],
+        )
+    return vectors
 
 
 def _render(

@@ -20,6 +20,7 @@ HELD: dict[str, str | None] = {
     **dict.fromkeys(TAG_LISTS, "tags"),
 }
 MAX_DEPTH = 32
+LABEL = "label"  # of a json_schema: its name in messages, in place of where it is
 
 
 def exact_tag(value: Any, max_whitespace: int) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def _format(node: Any, place: str, max_whitespace: int, depth: int) -> dict[str,
 
 
 def _schema(node: Node, place: str, max_whitespace: int) -> dict[str, Any]:
-    known = ("type", "json_schema", "style", "max_whitespace_cnt")
+    known = ("type", "json_schema", "style", "max_whitespace_cnt", LABEL)
     if unknown := [name for name in node if name not in known]:
         raise RequestError(f"{place}/{unknown[0]}: it is not built; leave it out")
     if node.get("style", "json") != "json":
@@ -85,6 +86,6 @@ def _schema(node: Node, place: str, max_whitespace: int) -> dict[str, Any]:
     try:
         schema = exact_schema(node.get("json_schema"))
     except RequestError as error:
-        raise RequestError(f"{place}/json_schema: {error}") from None
+        raise RequestError(f"{node.get(LABEL) or f'{place}/json_schema'}: {error}") from None
     most = node.get("max_whitespace_cnt", max_whitespace)
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}

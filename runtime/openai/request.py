@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from inferc.errors import RequestError, shown
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.fields import NOTHING, check_fields
+from inferc.runtime.openai.messages import messages_of
 from inferc.runtime.openai.response_format import form_of
 from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.sampling_params import (
@@ -22,6 +23,7 @@ from inferc.runtime.step.sampling_params import (
     from_chat,
     from_request,
 )
+from inferc.runtime.tools.tools import Tools, tools_of
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
@@ -86,6 +88,8 @@ SERVED = frozenset(
         "reasoning_effort",
     )
 )
+# Fields that a chat on a server supports, and nothing else does.
+OF_TOOLS = ("tools", "tool_choice")
 # Fields that only a chat template reads; they are refused with a plain prompt, which no template writes.
 OF_CHATS = ("chat_template_kwargs", "add_generation_prompt")
 # Variables of a template that a request sets through its own fields, not through chat_template_kwargs.
@@ -111,6 +115,7 @@ class OpenAIRequest:
     - echo: the prompt is repeated before the answer.
     - generates: whether any token is to be generated.
     - template: variables of the chat template.
+    - tools: what the answer may call; None if nothing.
     - stream: the answer comes in parts, as stream_options say.
     - warnings: what of the body was ignored.
     """
@@ -123,6 +128,7 @@ class OpenAIRequest:
     add_special_tokens: bool = True
     return_token_ids: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
+    tools: Tools | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     warnings: tuple[str, ...] = ()
@@ -156,19 +162,19 @@ def parse_request(
         )
     fields = openai_fields.CHAT if url == CHAT else openai_fields.COMPLETION
     check_fields(body, fields)
-    sampling = sampling_of(body, is_served)
+    sampling = sampling_of(body, is_served, takes_tools=is_served and url == CHAT)
     if url == COMPLETIONS:
         check_is_no_chat(body)
     read = _chat if url == CHAT else _completion
     return replace(read(body, sampling, is_served, defaults or {}), warnings=warnings_of(body, fields, FIXED))
 
 
-def sampling_of(body: Mapping[str, Any], is_served: bool) -> dict[str, Any]:
+def sampling_of(body: Mapping[str, Any], is_served: bool, takes_tools: bool = False) -> dict[str, Any]:
     """Return the sampling parameters that all bodies have in common, of a body whose types have been checked.
 
     Raises RequestError for an unsupported field, and for options of a stream without one.
     """
-    check_supported(body, is_served)
+    check_supported(body, is_served, takes_tools)
     sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     if body.get("logit_bias") is not None:
         sampling["logit_bias"] = logit_bias_of(body["logit_bias"])
@@ -183,10 +189,11 @@ def sampling_of(body: Mapping[str, Any], is_served: bool) -> dict[str, Any]:
     return sampling
 
 
-def check_supported(body: Mapping[str, Any], is_served: bool) -> None:
+def check_supported(body: Mapping[str, Any], is_served: bool, takes_tools: bool = False) -> None:
     """Raise RequestError for a field that would change the answer and is not supported."""
     for name, allowed in FIXED.items():
-        if body.get(name) not in allowed and not (is_served and name in SERVED):
+        is_taken = (is_served and name in SERVED) or (takes_tools and name in OF_TOOLS)
+        if body.get(name) not in allowed and not is_taken:
             raise not_built(name, body[name])
 
 
@@ -301,15 +308,14 @@ def _chat(
         sampling["logprobs"] = body.get("top_logprobs") or 0
     elif body.get("top_logprobs"):
         raise RequestError(f"top_logprobs is {shown(body['top_logprobs'])} without logprobs; set logprobs to true")
-    return chat_request(body, messages_of(body), sampling, is_served, defaults)
-
-
-def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the conversation of a body. Raises RequestError for a message that is not of text."""
-    messages = body.get("messages")
-    if not messages:
-        raise RequestError(f"messages: expected a list of at least one message, found {shown(messages)}")
-    return [_message(index, each) for index, each in enumerate(messages)]
+    tools = tools_of(body) if is_served else None
+    if tools is not None and sampling.get("structured_outputs") is not None and tools.choice != "none":
+        label = sampling["structured_outputs"].label
+        raise RequestError(f"tools: {label} gives the answer a form, too; send one of them, or tool_choice none")
+    request = chat_request(body, messages_of(body, has_calls=is_served), sampling, is_served, defaults)
+    if tools is None:
+        return request
+    return replace(request, tools=tools, template={**request.template, "tools": tools.for_template})
 
 
 def chat_request(
@@ -348,33 +354,3 @@ def prompts_of(value: Any, name: str = "prompt") -> list[str | list[int]]:
     if len(value) > MAX_PROMPTS:
         raise RequestError(f"{name}: found {len(value)} prompts, at most {MAX_PROMPTS} are allowed; use more requests")
     return list(value)
-
-
-def _message(index: int, message: Any) -> dict[str, Any]:
-    """Check a message of text or text parts. Other contents (tool calls, audio, a name) are refused unless empty."""
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"{where}: expected an object with a role and a content, found {shown(message)}")
-    for name, value in message.items():
-        if name not in ("role", "content") and value:
-            raise RequestError(f"{where}.{name:.40} is {shown(value)}, which is not built yet; leave it out")
-    content = message.get("content")
-    parts = []
-    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            found = part.get("type") if isinstance(part, Mapping) else part
-            raise RequestError(f"{where}.content: this model takes text parts only, found {shown(found)}")
-        if not isinstance(text := part.get("text"), str):
-            raise RequestError(f"{where}.content: expected text, found {shown(text)}")
-        parts.append({"type": "text", "text": text})
-    return {"role": message["role"], "content": parts if isinstance(content, list) else content}
-
-
-def joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Convert messages of `parse_request` for an interface whose content is a single text."""
-    return [
-        {"role": each["role"], "content": "".join(part["text"] for part in each["content"])}
-        if isinstance(each["content"], list)
-        else dict(each)
-        for each in messages
-    ]

@@ -9,10 +9,10 @@ from typing import Any, Literal, cast
 from inferc.errors import RequestError, shown
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.fields import check_fields
+from inferc.runtime.openai.messages import messages_of
 from inferc.runtime.openai.request import (
     check_is_no_chat,
     check_supported,
-    messages_of,
     not_built,
     prompts_of,
     template_of,

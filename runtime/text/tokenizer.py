@@ -140,6 +140,23 @@ class Text:
         # The batch call releases the interpreter lock; a million ids take a second.
         return self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
+    def check_calls(self) -> CallForm:
+        """Return the form in which the model writes calls of tools. Raises RequestError if it is not known."""
+        form = self.call_form
+        if form is None:
+            raise RequestError(
+                "tools: the model's chat template does not tell how it writes calls; leave them out, or ask for JSON by"
+                " response_format"
+            )
+        written = "".join((form.before, form.between, form.after, form.joint or ""))
+        for token in sorted(self.special_ids):
+            if (name := self.tokenizer.id_to_token(token)) and name in written:
+                raise RequestError(
+                    f"tools: the model writes calls with the control token {name}, which is not built yet; leave them"
+                    " out, or ask for JSON by response_format"
+                )
+        return form
+
     @property
     def template_source(self) -> str | None:
         """The source of the chat template, if there is one."""

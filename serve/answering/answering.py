@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from inferc.chat.calls import CallForm
 from inferc.errors import RequestError
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, EchoedPrompt, Token, Usage, prompt_offsets
@@ -35,6 +36,12 @@ class Answering:
         """Check that the request may be taken now; raises the same errors as AsyncEngine.check_open."""
         self.model, self.request = model, request
         self.params = request.params
+        self.calls: CallForm | None = None  # the form of the answer's calls, if it may have any
+        if request.tools is not None:
+            form = model.engine.text.check_calls()
+            self.calls = None if request.tools.choice == "none" else form
+            if self.params.structured_outputs is None:
+                self.params = replace(self.params, structured_outputs=request.tools.held_to(form))
         self._request_id = request_id
         self._news = asyncio.Event()
         self._streams: list[Stream] = []

@@ -24,6 +24,7 @@ from inferc.runtime.openai.request import (
     parse_request,
 )
 from inferc.runtime.openai.text_requests import read_detokenize, read_embedding, read_tokenize
+from inferc.runtime.openai.tool_calls import with_calls
 from inferc.runtime.step.sampling_params import from_chat, of_chat
 from inferc.serve.answering.answering import MANY_ENTRIES, Answering
 from inferc.serve.answering.logprobs_json import chat_lists, json_items, json_list
@@ -232,6 +233,8 @@ class _Completions:
         outputs = [output for answer in answers for output in answer.outputs]
         plain = [replace(each, outputs=[replace(output, logprobs=None) for output in each.outputs]) for each in answers]
         found = response_body(request, plain, self.name, self.model.name, self.created, token)
+        if answering.calls is not None:
+            found["choices"] = [with_calls(choice, answering.calls) for choice in found["choices"]]
         for index, (choice, output) in enumerate(zip(found["choices"], outputs, strict=True)):
             if request.kind == "completion":
                 choice.update(answering.prompt_json(index // request.num_outputs).choice(output, token))
@@ -251,7 +254,7 @@ class _Completions:
         }
         options = answering.request.stream_options
         continuous = options.continuous_usage_stats
-        chunks = Chunks(answering.request, head, answering.token)
+        chunks = Chunks(answering.request, head, answering.token, answering.calls)
         counts: dict[int, int] = {}
         has_begun = False
         try:
@@ -261,9 +264,11 @@ class _Completions:
                     usage = answering.usage_of(number, counts[number]) if continuous else None
                     prompt_json = answering.prompt_json(number)
                     if answering.num_entries > MANY_ENTRIES and not chunks.has_begun(index):
-                        yield await in_text_thread(partial(chunks.of, index, delta, prompt_json, usage))
+                        encoded = await in_text_thread(partial(chunks.of, index, delta, prompt_json, usage))
                     else:
-                        yield chunks.of(index, delta, prompt_json, usage)
+                        encoded = chunks.of(index, delta, prompt_json, usage)
+                    if encoded:  # nothing while a call may begin
+                        yield encoded
                     has_begun = True
             if options.include_usage:
                 yield chunks.usage(answering.usage(counts))

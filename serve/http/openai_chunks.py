@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from inferc.chat.calls import CallForm
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import (
     TokenOf,
@@ -17,7 +18,9 @@ from inferc.runtime.openai.answer import (
     usage_body,
 )
 from inferc.runtime.openai.request import OpenAIRequest
+from inferc.runtime.openai.tool_calls import delta_of, finish_reason
 from inferc.runtime.step.plan import Logprobs
+from inferc.runtime.tools.call_reader import CallReader
 from inferc.serve.answering.logprobs_json import PromptJson
 from inferc.serve.models.streams import Delta
 
@@ -37,8 +40,13 @@ class Chunks:
         request: OpenAIRequest,
         head: Mapping[str, Any],
         token: TokenOf,
+        calls: CallForm | None = None,
     ) -> None:
-        """Prepare the parts that all chunks share; head: the fields with which each begins (id, created, model, …)."""
+        """Prepare the parts that all chunks share.
+
+        head: the fields with which each begins (id, created, model, …). calls: the form of calls of tools, if answers
+        may have any.
+        """
         self._request, self._token = request, token
         self._is_chat = request.kind == "chat"
         self._warnings = {"warnings": request.warnings} if request.warnings else {}
@@ -51,6 +59,7 @@ class Chunks:
         self._end = b',"usage":null}\n\n' if has_null else b"}\n\n"
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
+        self._calls, self._readers = calls, dict[int, CallReader]()
 
     def has_begun(self, index: int) -> bool:
         """Return whether a choice's first events have been made, which also report its prompt."""
@@ -74,6 +83,8 @@ class Chunks:
             elif self._warnings and len(self._begun) == 1:
                 nothing = {"text": "", "logprobs": None, "finish_reason": None}
                 first = self._dump(index, nothing, usage, self._warnings)
+        if self._calls is not None:
+            return first + self._with_calls(index, delta, self._calls, usage)
         if delta.logprobs or self._request.return_token_ids:
             return first + self._dump(index, self._body(index, delta), usage)
         text = msgspec.json.encode(delta.text)
@@ -92,6 +103,22 @@ class Chunks:
                 self._end,
             )
         )
+
+    def _with_calls(self, index: int, delta: Delta, form: CallForm, usage: Usage | None) -> bytes:
+        """Return an event for each part of the answer that a delta completes: text, or a part of a call of a tool."""
+        reader = self._readers.setdefault(index, CallReader(form))
+        parts = [*reader.push(delta.text), *(reader.finish() if delta.finish_reason is not None else [])]
+        whole = self._body(index, delta)
+        if not parts and (delta.finish_reason is not None or delta.logprobs or self._request.return_token_ids):
+            parts = [""]
+        events = []
+        for number, part in enumerate(parts):
+            body: dict[str, Any] = {"logprobs": None} if number else whole
+            body = {**body, "delta": delta_of(part)}
+            is_last = number == len(parts) - 1
+            body["finish_reason"] = finish_reason(delta.finish_reason, reader.num_calls) if is_last else None
+            events.append(self._dump(index, body, usage))
+        return b"".join(events)
 
     def usage(self, usages: Sequence[Usage]) -> bytes:
         """Return the last event of the stream, which has the usage if the client asked for it."""

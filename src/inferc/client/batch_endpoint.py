@@ -18,7 +18,8 @@ from inferc.errors import GenerationError, InfercError, ObjectiveError
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, Token
 from inferc.runtime.openai.batch_run import Result, Ticket, take_all
-from inferc.runtime.openai.request import Prompt, joined
+from inferc.runtime.openai.messages import joined
+from inferc.runtime.openai.request import Prompt
 from inferc.runtime.step.plan import Logprobs
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 

@@ -95,6 +95,7 @@ def test_whitespace_in_schemas_is_bounded_or_none() -> None:
             {"format": {"type": "or", "elements": [{"type": "any_text"}, tag("a", {"type": "sting"}, "b")]}},
             "#/format/elements/1/content/json_schema: ",
         ),
+        ({"format": {"type": "json_schema", "json_schema": {"type": 3}, "label": "the first"}}, "^the first: #/type"),
         (
             {"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}},
             '#/format/style: "qwen_xml" is not built',

@@ -9,7 +9,8 @@ from inferc import StructuredOutputs
 from inferc.errors import GenerationError, ObjectiveError, RequestError
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, Token, error_body, prompt_offsets, response_body
-from inferc.runtime.openai.request import OpenAIRequest, StreamOptions, joined, parse_request
+from inferc.runtime.openai.messages import joined
+from inferc.runtime.openai.request import OpenAIRequest, StreamOptions, parse_request
 from inferc.runtime.openai.text_requests import EmbeddingRequest, read_embedding, read_tokenize
 from inferc.runtime.step.plan import Logprobs
 

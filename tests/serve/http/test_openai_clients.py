@@ -103,7 +103,7 @@ def test_openai_raises_its_own_errors(seen: Any) -> None:
     assert errors["max_tokens"][:2] == ["BadRequestError", 400] and errors["max_tokens"][3] == "max_tokens"
     assert errors["long"][:2] == ["BadRequestError", 400] and "the prompt has 9999 tokens" in errors["long"][2]
     assert errors["tools"][:2] == ["BadRequestError", 400] and errors["tools"][3] == "tools"
-    assert "is not built yet" in errors["tools"][2]
+    assert "the model's chat template does not tell how it writes calls" in errors["tools"][2]
     assert errors["schema"][:2] == ["BadRequestError", 400] and errors["schema"][3] == "response_format"
     assert "response_format.json_schema.schema: #/contains: " in errors["schema"][2]
     assert 'this model takes text parts only, found "image_url"' in errors["image"][2]
@@ -136,7 +136,7 @@ def test_langchain(url: str, tiny_artifact: Path, served: str) -> None:
         (plain,) = client.complete("def add(", temperature=0.0, max_tokens=8)
     assert seen["plain"] == plain.text
     for name in ("tools", "function_calling"):
-        assert "tools is " in seen["errors"][name] and "not built yet; leave it out" in seen["errors"][name]
+        assert "tools: the model's chat template does not tell how it writes calls" in seen["errors"][name]
     assert seen["structured"]["verdict"] in ("yes", "no") and list(seen["structured"]) == ["verdict"]
     assert seen["json_mode"][:1] == "{", "a model of random weights may not come to the end of it"
 

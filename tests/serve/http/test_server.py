@@ -278,7 +278,7 @@ def test_a_bad_completion_is_told_what_is_wrong(url: str, body: Any, message: st
         ([{"content": "hi"}], "messages[0]: expected an object with a role and a content"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content: expected text, found null"),
         (
-            [{"role": "tool", "content": "5", "tool_call_id": "x"}],
+            [{"role": "user", "content": "5", "tool_call_id": "x"}],
             'messages[0].tool_call_id is "x", which is not built',
         ),
     ],

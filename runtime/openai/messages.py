@@ -1,0 +1,61 @@
+"""The messages of a chat as bodies have them, checked before a chat template reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inferc.errors import RequestError, shown
+
+# Fields of a message beside role and content, which the chat template reads, by the message's role.
+OF_MESSAGES = {
+    "assistant": ("tool_calls", "reasoning_content", "reasoning", "name"),
+    "tool": ("tool_call_id", "name"),
+}
+
+
+def messages_of(body: Mapping[str, Any], has_calls: bool = False) -> list[dict[str, Any]]:
+    """Return the conversation of a body. Raises RequestError for a message that is not of text.
+
+    has_calls: messages may have calls of tools and be what tools answered.
+    """
+    messages = body.get("messages")
+    if not messages:
+        raise RequestError(f"messages: expected a list of at least one message, found {shown(messages)}")
+    return [_message(index, each, has_calls) for index, each in enumerate(messages)]
+
+
+def _message(index: int, message: Any, has_calls: bool) -> dict[str, Any]:
+    """Check a message of text or text parts. Other contents (audio, a name) are refused unless empty.
+
+    Calls of tools, and what belongs to them, are handed on as they are: their form depends on the chat template.
+    """
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{where}: expected an object with a role and a content, found {shown(message)}")
+    more = {name: message[name] for name in OF_MESSAGES.get(message["role"], ()) if has_calls and message.get(name)}
+    for name, value in message.items():
+        if name not in ("role", "content", *more) and value:
+            raise RequestError(f"{where}.{name:.40} is {shown(value)}, which is not built yet; leave it out")
+    content = message.get("content")
+    if content is None and "tool_calls" in more:
+        return {"role": message["role"], "content": None, **more}
+    parts = []
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            found = part.get("type") if isinstance(part, Mapping) else part
+            raise RequestError(f"{where}.content: this model takes text parts only, found {shown(found)}")
+        if not isinstance(text := part.get("text"), str):
+            raise RequestError(f"{where}.content: expected text, found {shown(text)}")
+        parts.append({"type": "text", "text": text})
+    return {"role": message["role"], "content": parts if isinstance(content, list) else content, **more}
+
+
+def joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Convert messages of `parse_request` for an interface whose content is a single text."""
+    return [
+        {"role": each["role"], "content": "".join(part["text"] for part in each["content"])}
+        if isinstance(each["content"], list)
+        else dict(each)
+        for each in messages
+    ]

@@ -1,0 +1,38 @@
+"""Calls of tools in OpenAI's chat answers, whole and in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inferc.chat.calls import CallForm
+from inferc.runtime.tools.call_reader import CallPart, read_calls
+
+
+def with_calls(choice: dict[str, Any], form: CallForm) -> dict[str, Any]:
+    """Return a whole choice whose message has its calls apart from its text."""
+    message = choice["message"]
+    said = read_calls(form, message["content"])
+    if not said.calls:
+        return choice
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in said.calls
+    ]
+    message = {**message, "content": said.text or None, "tool_calls": calls}
+    return {**choice, "message": message, "finish_reason": finish_reason(choice["finish_reason"], len(calls))}
+
+
+def finish_reason(reason: str | None, num_calls: int) -> str | None:
+    """Return why an answer with so many calls ended."""
+    return "tool_calls" if reason == "stop" and num_calls else reason
+
+
+def delta_of(part: str | CallPart) -> dict[str, Any]:
+    """Return the delta of a chunk for a part of an answer."""
+    if isinstance(part, str):
+        return {"content": part}
+    function = {"arguments": part.arguments}
+    if part.name is None:
+        return {"tool_calls": [{"index": part.index, "function": function}]}
+    named = {"index": part.index, "id": part.id, "type": "function"}
+    return {"tool_calls": [{**named, "function": {"name": part.name, **function}}]}

@@ -1,0 +1,153 @@
+"""The tools that a request offers to the model, in OpenAI's form, and the grammar that holds an answer to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from inferc.chat.calls import CallForm
+from inferc.errors import RequestError, nearest, shown
+from inferc.runtime.grammar.tags import LABEL
+from inferc.runtime.step.structured_outputs import StructuredOutputs
+
+MAX_TOOLS = 128  # OpenAI's limit
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+CHOICES = ("none", "auto", "required")
+
+Choice: TypeAlias = Literal["none", "auto", "required"]
+Format: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request.
+
+    - functions: each tool's function as the request has it, by name.
+    - choice: whether the answer may have calls, must have one, or may not; only: the one tool that it must call.
+    - is_parallel: the answer may have more than one call.
+    """
+
+    functions: Mapping[str, Mapping[str, Any]]
+    choice: Choice = "auto"
+    only: str | None = None
+    is_parallel: bool = True
+
+    @property
+    def for_template(self) -> list[dict[str, Any]]:
+        """The tools as a chat template reads them."""
+        return [{"type": "function", "function": dict(function)} for function in self.functions.values()]
+
+    def held_to(self, form: CallForm) -> StructuredOutputs:
+        """Return the form of an answer with these tools, for a model that writes calls in a form of its own.
+
+        Its text is free, if the answer may have one, and its calls are of the tools and under their schemas.
+        """
+        tag: Any = {"type": "structural_tag", "format": self._format(form)}
+        return StructuredOutputs(structural_tag=tag, label="tools")
+
+    def _format(self, form: CallForm) -> Format:
+        if self.choice == "none":
+            return {"type": "any_text", "excludes": [form.trigger]}
+        is_parallel = self.is_parallel and form.joint is not None
+        names = [self.only] if self.only is not None else list(self.functions)
+        calls: Format = {
+            "type": "tags_with_separator",
+            "tags": [self._call(form, name) for name in names],
+            "separator": form.joint or "",
+            "at_least_one": True,
+            "stop_after_first": not is_parallel,
+        }
+        if self.choice == "required":
+            parts = [calls, *([_text(form.after)] if form.after else [])]
+            return {"type": "sequence", "elements": [_text(form.before), *parts]}
+        tags = [{"type": "tag", "begin": form.before, "content": calls, "end": form.after}]
+        if not form.after:  # nothing says where calls end, so each begins as the first one does
+            tags = [{**tag, "begin": form.before + tag["begin"]} for tag in calls["tags"]]
+        return {
+            "type": "triggered_tags",
+            "triggers": [form.trigger],
+            "tags": tags,
+            "stop_after_first": not is_parallel,
+        }
+
+    def _call(self, form: CallForm, name: str) -> Format:
+        schema = _arguments(self.functions[name].get("parameters") or {})
+        content = {"type": "json_schema", "json_schema": schema, LABEL: f"the parameters of {name}"}
+        return {"type": "tag", "begin": name + form.between, "content": content, "end": ""}
+
+
+def _arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments: one that names no properties has none, unless it says otherwise."""
+    if parameters.get("properties") or parameters.keys() - {"type", "properties", "title", "description", "$schema"}:
+        return {"type": "object", **parameters}
+    return {"type": "object", "additionalProperties": False}
+
+
+def _text(value: str) -> Format:
+    return {"type": "const_string", "value": value}
+
+
+def tools_of(body: Mapping[str, Any]) -> Tools | None:
+    """Return the tools that a body offers; None if it offers none. Raises RequestError for wrong ones."""
+    given, choice = body.get("tools"), body.get("tool_choice")
+    if not given:
+        if choice not in (None, "none", "auto"):
+            raise RequestError(f"tool_choice is {shown(choice)}, and there are no tools; send tools, or leave it out")
+        return None
+    functions = _functions(given)
+    found, only = _choice(choice, functions)
+    return Tools(functions, found, only, body.get("parallel_tool_calls") is not False)
+
+
+def _functions(given: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
+    if len(given) > MAX_TOOLS:
+        raise RequestError(f"tools: found {len(given)}, at most {MAX_TOOLS} are allowed; send fewer")
+    found: dict[str, Mapping[str, Any]] = {}
+    for index, tool in enumerate(given):
+        where = f"tools[{index}]"
+        if not isinstance(tool, Mapping):
+            raise RequestError(f"{where}: expected an object with a function, found {shown(tool)}")
+        if tool.get("type", "function") != "function":
+            raise RequestError(f"{where}.type is {shown(tool['type'])}; expected function: others are not built")
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            raise RequestError(f"{where}.function: expected an object with a name, found {shown(function)}")
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise RequestError(
+                f"{where}.function.name: expected 1 to 64 letters, digits and _ . -, found {shown(name)}"
+            )
+        if name in found:
+            raise RequestError(f"{where}.function.name is {shown(name)}, as another tool's; give each its own")
+        if not isinstance(function.get("description", ""), (str, type(None))):
+            raise RequestError(f"{where}.function.description: expected a text, found {shown(function['description'])}")
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise RequestError(f"{where}.function.parameters: expected a JSON Schema, found {shown(parameters)}")
+        if parameters and parameters.get("type", "object") != "object":
+            raise RequestError(
+                f"{where}.function.parameters.type is {shown(parameters['type'])}; arguments are an object"
+            )
+        found[name] = function
+    return found
+
+
+def _choice(choice: Any, functions: Mapping[str, Any]) -> tuple[Choice, str | None]:
+    """Return what the answer may have, and the one tool that it must call if the request names one."""
+    if choice is None:
+        return "auto", None
+    if isinstance(choice, str):
+        if choice not in CHOICES:
+            raise RequestError(f"tool_choice is {shown(choice)}; {nearest(choice, CHOICES)}")
+        return choice, None  # type: ignore[return-value]
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or choice.get("type", "function") != "function":
+        raise RequestError(
+            f"tool_choice is {shown(choice)}; expected none, auto, required, or an object of the type function with"
+            " the name of one"
+        )
+    if name not in functions:
+        raise RequestError(f"tool_choice: there is no tool {shown(name)}; {nearest(name, functions)}")
+    return "required", name

@@ -1,0 +1,80 @@
+"""Print what OpenAI's client and LangChain see of a server whose model calls tools: python check_tools.py URL MODEL."""
+
+import json
+import sys
+from typing import Any
+
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Paris"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER, "strict": True}}
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+OPTIONS: dict[str, Any] = {"temperature": 1, "seed": 5, "max_tokens": 120}
+
+
+class GetWeather(BaseModel):
+    """The weather in a city."""
+
+    days: int = Field(ge=1, le=9)
+
+
+def openai_sees(client: OpenAI, model: str) -> dict[str, Any]:
+    """Return calls, whole and streamed, and the end of a conversation in which one was answered."""
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    asked: dict[str, Any] = {"model": model, "messages": messages, "tools": [TOOL], "tool_choice": NAMED, **OPTIONS}
+    asked["parallel_tool_calls"] = False
+    whole = client.chat.completions.create(**asked).choices[0]
+    with client.chat.completions.stream(**asked) as stream:
+        events = [event.type for event in stream]
+        final = stream.get_final_completion().choices[0]
+    (call,) = whole.message.tool_calls or []
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    then = [*messages, whole.message.model_dump(exclude_none=True), result]
+    answered = client.chat.completions.create(**{**asked, "messages": then, "tool_choice": "none"}).choices[0]
+    return {
+        "reason": whole.finish_reason,
+        "content": whole.message.content,
+        "arguments": call.function.arguments,
+        "streamed": [each.function.arguments for each in final.message.tool_calls or []],
+        "parsed": [each.function.parsed_arguments for each in final.message.tool_calls or []],
+        "num_deltas": events.count("tool_calls.function.arguments.delta"),
+        "answered": [answered.message.content, answered.message.tool_calls, answered.finish_reason],
+    }
+
+
+def langchain_sees(url: str, model: str) -> dict[str, Any]:
+    """Return the calls of a model with a bound tool, and a structured output that is asked for by one."""
+    chat = ChatOpenAI(base_url=url, api_key="none", model=model, temperature=1, seed=5, max_tokens=120)
+    bound = chat.bind_tools([GetWeather], tool_choice="any", parallel_tool_calls=False)
+    answer = bound.invoke("hi")
+    whole = None
+    for chunk in bound.stream("hi"):
+        whole = chunk if whole is None else whole + chunk
+    assert whole is not None
+    result = ToolMessage("sunny", tool_call_id=answer.tool_calls[0]["id"])
+    then = chat.bind_tools([GetWeather], tool_choice="none").invoke([HumanMessage("hi"), answer, result])
+    structured = chat.with_structured_output(GetWeather, method="function_calling").invoke("hi")
+    return {
+        "calls": [[call["name"], call["args"]] for call in answer.tool_calls],
+        "streamed": [[call["name"], call["args"]] for call in whole.tool_calls],
+        "then": then.content,
+        "structured": structured.days,
+    }
+
+
+def main() -> None:
+    url, model = sys.argv[1:]
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    print(json.dumps({"openai": openai_sees(client, model), "langchain": langchain_sees(f"{url}/v1", model)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Tools over HTTP: calls of a real server's answers, whole and streamed, histories with calls, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients import run_client
+from http_calls import request
+from rendering import EACH, END
+from serving import Server
+
+from inferc.compiler.build import compile
+from inferc.config import CompileConfig
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+TEMPLATE = (
+    "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
+    + EACH
+    + "<|{{ m.role }}|>{{ m.content or '' }}{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}="
+    + "{{ call.function.arguments | tojson }}</call>"
+    + END
+    + END
+    + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Paris"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+BAD = {"type": "object", "properties": {"a": {"contains": {"const": 1}}}}
+SAMPLED: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "temperature": 1, "seed": 5, "max_tokens": 120}
+
+
+@pytest.fixture(scope="module")
+def tooled(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("tools")
+    shutil.copytree(tiny_llama_folder, folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    compile(folder / "model", folder / "out", CompileConfig(certify="none"))
+    with Server(folder / "out") as server:
+        yield server
+
+
+def check(calls: list[dict[str, Any]]) -> None:
+    """Check that calls have ids of their own, and arguments under the schemas of their tools."""
+    assert len({call["id"] for call in calls}) == len(calls)
+    for call in calls:
+        assert call["type"] == "function" and call["id"].startswith("call_")
+        arguments = json.loads(call["function"]["arguments"])
+        if call["function"]["name"] == "now":
+            assert arguments == {}
+        else:
+            assert call["function"]["name"] == "get_weather"
+            assert arguments["city"] in ("Rome", "Paris") and 1 <= arguments["days"] <= 9
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"get_weather", "now"}),
+        ({"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}),
+    ],
+)
+def test_calls_come_whole_and_in_parts(tooled: Server, choice: Any, names: set[str], n: int) -> None:
+    body = {**SAMPLED, "tool_choice": choice, "parallel_tool_calls": False, "n": n}
+    whole = request(tooled.url, CHAT, body).json["choices"]
+    events = request(tooled.url, CHAT, {**body, "stream": True}).events
+    assert len(whole) == n
+    for each in whole:
+        message = each["message"]
+        assert each["finish_reason"] == "tool_calls" and message["content"] is None and len(message["tool_calls"]) == 1
+        check(message["tool_calls"])
+        assert message["tool_calls"][0]["function"]["name"] in names
+        deltas = [event["choices"][0] for event in events if event["choices"][0]["index"] == each["index"]]
+        assert [delta["finish_reason"] for delta in deltas if delta["finish_reason"]] == ["tool_calls"]
+        parts = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
+        assert parts[0]["function"]["name"] == message["tool_calls"][0]["function"]["name"] and parts[0]["id"]
+        assert all(set(part) == {"index", "function"} and part["index"] == 0 for part in parts[1:])
+        written = "".join(part["function"]["arguments"] for part in parts)
+        assert written == message["tool_calls"][0]["function"]["arguments"]
+        assert len(parts) > 1 or "now" in names, "arguments come as they are written"
+
+
+def test_an_answer_has_several_calls(tooled: Server) -> None:
+    reply = request(tooled.url, CHAT, {**SAMPLED, "tool_choice": "required", "n": 8, "max_tokens": 160}).json
+    ended = [each["message"] for each in reply["choices"] if each["finish_reason"] == "tool_calls"]
+    for message in ended:
+        check(message["tool_calls"])
+    assert any(len(message["tool_calls"]) > 1 for message in ended)
+
+
+def test_a_call_that_is_cut_says_so(tooled: Server) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    body = {**SAMPLED, "tool_choice": choice, "max_tokens": 15, "logprobs": True, "stream": True}
+    events = request(tooled.url, CHAT, body).events
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    rows = [row for event in events for row in (event["choices"][0]["logprobs"] or {}).get("content", [])]
+    assert len(rows) == 15
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_text_is_free(tooled: Server, choice: str) -> None:
+    body = {**SAMPLED, "tool_choice": choice, "max_tokens": 20, "ignore_eos": False}
+    found = request(tooled.url, CHAT, body).json["choices"][0]
+    events = request(tooled.url, CHAT, {**body, "stream": True}).events
+    assert found["message"]["content"] and "tool_calls" not in found["message"]
+    said = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+    assert said == found["message"]["content"]
+
+
+def test_histories_have_calls_and_results(tooled: Server) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]
+    sent = request(tooled.url, CHAT, {"messages": history, "tools": TOOLS, "max_tokens": 3, "return_token_ids": True})
+    text = request(tooled.url, "/detokenize", {"tokens": sent.json["prompt_token_ids"]}).json["prompt"]
+    assert '<get_weather><now><|user|>hi<|assistant|><call>now={"a": 1}</call><|tool|>12:00<|assistant|>' in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message", "param"),
+    [
+        ({"tools": [*TOOLS, TOOLS[1]]}, 'tools[2].function.name is "now", as another tool', "tools"),
+        ({"tool_choice": "sometimes"}, 'tool_choice is "sometimes"', "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, 'tool_choice is "required", and there are no tools', "tool_choice"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": BAD}}]},
+            "tools: the parameters of f: #/properties/a/contains",
+            "tools",
+        ),
+        ({"response_format": {"type": "json_object"}}, "tools: response_format gives the answer a form, too", "tools"),
+        ({"ignore_eos": True}, "ignore_eos", None),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": 3}}]}]},
+            "messages[0].tool_calls[0]: expected an object with a function that has a name",
+            "messages",
+        ),
+    ],
+)
+def test_what_cannot_be_called_is_refused(
+    tooled: Server, change: dict[str, Any], message: str, param: str | None, stream: bool
+) -> None:
+    reply = request(tooled.url, CHAT, {**SAMPLED, "stream": stream, **change})
+    assert reply.status == 400 and message in reply.error["message"], reply.error
+    assert param is None or reply.error["param"] == param
+
+
+def test_a_model_that_knows_no_tools_refuses_them(url: str) -> None:
+    reply = request(url, CHAT, SAMPLED)
+    assert reply.status == 400 and reply.error["param"] == "tools"
+    assert "the model's chat template does not tell how it writes calls" in reply.error["message"]
+
+
+@pytest.mark.slow
+def test_clients_of_others_call_tools(tooled: Server) -> None:
+    seen = run_client("openai", "check_tools.py", tooled.url, "out")
+    openai, langchain = seen["openai"], seen["langchain"]
+    assert openai["reason"] == "tool_calls" and openai["content"] is None
+    assert openai["streamed"] == [openai["arguments"]] and openai["num_deltas"] > 1
+    assert openai["parsed"] == [json.loads(openai["arguments"])]
+    assert openai["parsed"][0]["city"] in ("Rome", "Paris") and 1 <= openai["parsed"][0]["days"] <= 9
+    assert openai["answered"][0] and openai["answered"][1:] in ([None, "stop"], [None, "length"])
+    assert langchain["streamed"] == langchain["calls"] and langchain["then"]
+    ((name, arguments),) = langchain["calls"]
+    assert name == "GetWeather" and 1 <= arguments["days"] <= 9 and 1 <= langchain["structured"] <= 9
