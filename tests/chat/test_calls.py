@@ -92,6 +92,35 @@ STYLES = {
         ),
         None,
     ),
+    "numbered": (
+        chat(
+            CALLS + "<f={{ call.function.name }}:{{ loop.index0 }}>{{ call.function.arguments | tojson }}</f>" + END,
+        ),
+        CallForm("<f=", ":0>", "</f>", None),
+    ),
+    "each in an answer of its own": (
+        LISTED
+        + EACH
+        + "{% for call in m.tool_calls or [none] %}"
+        + HEAD
+        + "{% if call %}<f={{ call.function.name }}>{{ call.function.arguments | tojson }}</f>{% else %}"
+        + TEXT
+        + "{% endif %}<|end|>"
+        + END
+        + END,
+        CallForm("<f=", ">", "</f>", None),
+    ),
+    "the name twice": (
+        chat(
+            CALLS + "<f={{ call.function.name }}>{{ call.function.arguments | tojson }}</{{ call.function.name }}>"
+            "{% endfor %}"
+        ),
+        None,
+    ),
+    "nothing but a line break before the name": (
+        chat(CALLS + "{{ '\n' }}{{ call.function.name }} {{ call.function.arguments | tojson }}" + END),
+        None,
+    ),
     "arguments first": (chat(CALLS + "{{ call.function.arguments | tojson }} to {{ call.function.name }}" + END), None),
     "no list of tools": (EACH + HEAD + TEXT + CALLS + OBJECT + END + END, None),
     "no calls": (chat(""), None),

@@ -6,7 +6,7 @@ and with two are rendered, and what stands around names and arguments is the for
 what is read from one, so that the two cannot differ.
 
 Templates that write arguments otherwise than as JSON, before the name of the tool, or with an id that the model would
-have to invent, have no such form.
+have to invent, have no such form; neither have those that write the name of the tool twice.
 """
 
 from __future__ import annotations
@@ -85,9 +85,12 @@ def find_call_form(render: Render, form: ChatForm) -> CallForm | None:
         one = _text(render, form, [_calls(form, NAMES[:1])], goes_on)
         if said is None or one is None:
             continue
-        found = _around(said, one)
+        found = _around(said, one, NAMES[0])
         if found is None:
             continue
+        other = _text(render, form, [_calls(form, NAMES[1:])], goes_on)
+        if other is None or _around(said, other, NAMES[1]) != found:
+            return None  # what stands around a call depends on its name
         two = _text(render, form, [_calls(form, NAMES)], goes_on)
         return CallForm(*found, joint=None if two is None else _joint(found, said, two))
     return None
@@ -104,18 +107,18 @@ def _text(render: Render, form: ChatForm, answer: Sequence[Message], goes_on: bo
     return behind if is_there else None
 
 
-def _around(said: str, called: str) -> tuple[str, str, str] | None:
+def _around(said: str, called: str, name: str) -> tuple[str, str, str] | None:
     """Return what stands before a call's name, between it and the arguments, and after these.
 
-    said: a text's rendering, whose surroundings are those of any answer; called: that of one call.
+    said: a text's rendering, whose surroundings are those of any answer; called: that of one call of the tool `name`.
     """
     head, is_there, tail = said.partition(SAID)
     if not is_there or CALL_ID in called or not called.startswith(head) or not called.endswith(tail):
         return None
     inner = called[len(head) : len(called) - len(tail)]
-    before, is_there, rest = inner.partition(NAMES[0])
+    before, is_there, rest = inner.partition(name)
     arguments = _arguments(rest)
-    if not is_there or not before or arguments is None:
+    if not is_there or not before.strip() or arguments is None:  # spaces alone do not tell a call from text
         return None
     start, end = arguments
     if not rest[:start]:
@@ -133,10 +136,12 @@ def _joint(found: tuple[str, str, str], said: str, called: str) -> str | None:
     first = _arguments(called[len(head) + len(before) + len(NAMES[0]) :])
     assert first is not None, "the arguments follow what stands between"
     end = len(head) + len(before) + len(NAMES[0]) + first[1]
-    last = _arguments(called[second + len(NAMES[1]) :])
-    if last is None or called[second + len(NAMES[1]) + last[1] :] != after + tail or end > second:
-        return None
-    return called[end:second]
+    rest = called[second + len(NAMES[1]) :]
+    last = _arguments(rest)
+    if last is None or rest[: last[0]] != between or rest[last[1] :] != after + tail or end > second:
+        return None  # the second call differs from the first one, as where calls are numbered
+    joint = called[end:second]
+    return None if head.strip() and head.strip() in joint else joint  # each call is an answer of its own
 
 
 def _arguments(text: str) -> tuple[int, int] | None:
