@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, TypeAlias
 
 from inferc.errors import RequestError, nearest, shown
@@ -20,6 +21,7 @@ HELD: dict[str, str | None] = {
     **dict.fromkeys(TAG_LISTS, "tags"),
 }
 MAX_DEPTH = 32
+MAX_LABEL = 100  # characters of a client's name in messages: those of a tool's name fit
 LABEL = "label"  # of a json_schema: its name in messages, in place of where it is
 
 
@@ -34,9 +36,8 @@ def exact_tag(value: Any, max_whitespace: int) -> dict[str, Any]:
     if "structures" in value:
         return {"type": "structural_tag", "format": _format(_of_structures(value), "#", max_whitespace, 0)}
     if "format" not in value:
-        raise RequestError(
-            f"expected an object with a format, found one with {', '.join(map(str, value)) or 'nothing'}"
-        )
+        found = ", ".join(map(_named, islice(value, 5))) or "nothing"
+        raise RequestError(f"expected an object with a format, found one with {found}")
     return {"type": "structural_tag", "format": _format(value["format"], "#/format", max_whitespace, 0)}
 
 
@@ -80,12 +81,19 @@ def _format(node: Any, place: str, max_whitespace: int, depth: int) -> dict[str,
 def _schema(node: Node, place: str, max_whitespace: int) -> dict[str, Any]:
     known = ("type", "json_schema", "style", "max_whitespace_cnt", LABEL)
     if unknown := [name for name in node if name not in known]:
-        raise RequestError(f"{place}/{unknown[0]}: it is not built; leave it out")
+        raise RequestError(f"{place}/{_named(unknown[0])}: it is not built; leave it out")
     if node.get("style", "json") != "json":
         raise RequestError(f"{place}/style: {shown(node['style'])} is not built; leave it out, for JSON")
     try:
         schema = exact_schema(node.get("json_schema"))
     except RequestError as error:
-        raise RequestError(f"{node.get(LABEL) or f'{place}/json_schema'}: {error}") from None
+        label = node.get(LABEL)
+        where = _named(label) if isinstance(label, str) and label else f"{place}/json_schema"
+        raise RequestError(f"{where}: {error}") from None
     most = node.get("max_whitespace_cnt", max_whitespace)
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}
+
+
+def _named(name: Any) -> str:
+    """Return a client's name for a message, in one line and not for long."""
+    return " ".join(str(name)[:MAX_LABEL].split())

@@ -109,6 +109,8 @@ class XGrammar:
             made = self._compile(wanted)
         except RuntimeError as error:
             raise RequestError(_reason(error)) from None
+        except UnicodeEncodeError:  # JSON names halves of characters with escapes
+            raise RequestError("it is not text: it has half of a surrogate pair") from None
         self._check_admits(made)
         return str(made.serialize_json()).encode()
 
@@ -211,4 +213,6 @@ def _reason(error: RuntimeError) -> str:
     said = lines[-1]
     if ".cc:" in said:
         said = said.partition(".cc:")[2].partition(": ")[2]
+    if said.startswith("Check failed: (") and (reason := said.partition(") is false: ")[2]):
+        said = reason  # without the condition in the library's source
     return said[:MAX_PLACE]

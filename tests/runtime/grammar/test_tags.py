@@ -116,6 +116,25 @@ def test_refusals_say_where(value: Any, message: str) -> None:
     assert ".cc" not in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('{"format": {"type": "const_string", "value": "\\ud800"}}', "it is not text: it has half of a surrogate pair"),
+        ('{"format": {"type": "regex", "pattern": "\\ud800"}}', "it is not text: it has half of a surrogate pair"),
+        ({"a\n" * 9999: 1}, "expected an object with a format, found one with a a"),
+        ({str(index): 1 for index in range(9999)}, "found one with 0, 1, 2, 3, 4$"),
+        ({"format": {"type": "json_schema", "json_schema": {}, "a\n" * 9999: 1}}, "#/format/a a"),
+        ({"format": {"type": "json_schema", "json_schema": {"type": 3}, "label": "a\n" * 9999}}, "a a: #/type"),
+        ({"format": {"type": "json_schema", "json_schema": {"type": 3}, "label": {"a": 1}}}, "#/format/json_schema: #"),
+        ({"format": tag(3, {}, "")}, "^Invalid structural tag error: Tag format's begin"),  # type: ignore[arg-type]
+    ],
+)
+def test_refusals_of_hostile_tags_are_one_line(value: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        backend().compile(StructuredOutputs(structural_tag=value))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
 def test_formats_within_formats_are_bounded() -> None:
     value: dict[str, Any] = {"type": "any_text"}
     for _ in range(40):
