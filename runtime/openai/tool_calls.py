@@ -19,12 +19,12 @@ def with_calls(choice: dict[str, Any], form: CallForm) -> dict[str, Any]:
         for call in said.calls
     ]
     message = {**message, "content": said.text or None, "tool_calls": calls}
-    return {**choice, "message": message, "finish_reason": finish_reason(choice["finish_reason"], len(calls))}
+    return {**choice, "message": message, "finish_reason": finish_reason(choice["finish_reason"], not said.is_cut)}
 
 
-def finish_reason(reason: str | None, num_calls: int) -> str | None:
-    """Return why an answer with so many calls ended."""
-    return "tool_calls" if reason == "stop" and num_calls else reason
+def finish_reason(reason: str | None, has_calls: bool) -> str | None:
+    """Return why an answer ended; has_calls: it has calls, all of them whole, which a stop string may prevent."""
+    return "tool_calls" if reason == "stop" and has_calls else reason
 
 
 def delta_of(part: str | CallPart) -> dict[str, Any]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from os.path import commonprefix
 
 from inferc.chat.calls import CallForm
 
 MAX_NAME = 256  # characters within which a call's name ends
+MAX_SPACES = 256  # at the end of a text that are held back, since a call may follow
+PIECE = 4096  # characters that are read at once: each step copies what is left of them
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,11 @@ def new_id() -> str:
 
 @dataclass
 class Said:
-    """An answer as far as it was read: its text without calls, and its calls."""
+    """An answer as far as it was read: its text without calls, its calls, and whether the last one was cut."""
 
     text: str = ""
     calls: list[Call] = field(default_factory=list)
+    is_cut: bool = False
 
     def add(self, part: str | CallPart) -> None:
         if isinstance(part, str):
@@ -63,23 +68,32 @@ class CallReader:
         self._left = ""  # what may belong to what comes next
         self._spaces = ""  # at the end of the text so far
         self._is_behind_call = False  # nothing but spaces came since
+        self._opening = form.before  # what began the call whose name is read
         self._read: Callable[[list[str | CallPart]], bool] = self._read_text
         self._json = _Json()
         self.num_calls = 0
 
     def push(self, text: str) -> list[str | CallPart]:
         """Return what became certain with the next text: parts of the answer's text, and of its calls."""
-        self._left += text
         found: list[str | CallPart] = []
-        while self._read(found):
-            pass
+        for start in range(0, len(text), PIECE):
+            self._left += text[start : start + PIECE]
+            while self._read(found):
+                pass
         return _merged(found)
+
+    @property
+    def is_cut(self) -> bool:
+        """True while the last call's arguments have not ended."""
+        return self._read == self._read_arguments
 
     def finish(self) -> list[str | CallPart]:
         """Return what was held back when the answer ended; of a call that was cut before its arguments, the text."""
         found: list[str | CallPart] = []
+        if self._read == self._read_end:  # what follows was awaited to tell the end of calls from another one
+            self._left, self._read = self._behind_end(), self._read_text
         if self._read == self._read_name:
-            self._say(self._form.before, found)
+            self._say(self._opening, found)
         if self._read in (self._read_text, self._read_name):
             self._say(self._left, found)
         if self._spaces:
@@ -96,12 +110,15 @@ class CallReader:
             self._spaces, self._is_behind_call = text[len(kept) :], False
         else:
             self._spaces += text
+        if len(self._spaces) > MAX_SPACES:
+            found.append(self._spaces[:-MAX_SPACES])
+            self._spaces = self._spaces[-MAX_SPACES:]
 
     def _read_text(self, found: list[str | CallPart]) -> bool:
         text, _, rest = self._left.partition(self._form.before)
         if len(text) < len(self._left):
             self._say(text, found)
-            self._left, self._read = rest, self._read_name
+            self._left, self._read, self._opening = rest, self._read_name, self._form.before
             return True
         held = _common(self._left, self._form.before)
         self._say(self._left[: len(self._left) - held], found)
@@ -113,7 +130,7 @@ class CallReader:
         if not is_there and len(self._left) < MAX_NAME + len(self._form.between):
             return False
         if not is_there or len(name) > MAX_NAME or not name:
-            self._say(self._form.before + self._left[:1], found)  # only its beginning was a call's
+            self._say(self._opening + self._left[:1], found)  # only its beginning was a call's
             self._left = self._left[1:]
             self._read = self._read_text
             return True
@@ -135,21 +152,25 @@ class CallReader:
         return True
 
     def _read_end(self, found: list[str | CallPart]) -> bool:
-        """Read what stands behind arguments: the beginning of another call's name, or the end of all calls."""
-        joint, after = self._form.joint, self._form.after
-        if not self._left:
+        """Read what stands behind arguments: the beginning of another call's name, or the end of all calls.
+
+        One may begin with the other, so what came is told apart once it is as long as the longer one, or differs.
+        """
+        left, joint, after = self._left, self._form.joint, self._form.after
+        if not left or any(end != left and end.startswith(left) for end in (joint or "", after)):
             return False
-        # A joint that ends the calls and begins them anew is found as text and a call.
-        if joint is not None and not (after and joint.startswith(after)):
-            if self._left.startswith(joint):
-                self._left, self._read = self._left[len(joint) :], self._read_name
-                return True
-            if joint.startswith(self._left):
-                return False
-        if not self._left.startswith(after) and after.startswith(self._left):
-            return False
-        self._left, self._read = self._left.removeprefix(after), self._read_text
+        is_after_longer = joint is not None and len(after) > len(joint) and left.startswith(after)
+        if joint is not None and left.startswith(joint) and not is_after_longer:
+            shared = len(commonprefix([joint, after]))  # it ends the call before
+            self._left, self._read, self._opening = left[len(joint) :], self._read_name, joint[shared:]
+        else:
+            self._left, self._read = self._behind_end(), self._read_text
         return True
+
+    def _behind_end(self) -> str:
+        """Return what came behind the end of calls, of which the answer may have a part alone."""
+        after = self._form.after
+        return "" if after.startswith(self._left) else self._left.removeprefix(after)
 
 
 class _Json:
@@ -187,14 +208,13 @@ def _common(text: str, beginning: str) -> int:
 def _merged(parts: list[str | CallPart]) -> list[str | CallPart]:
     """Return the parts with texts that follow one another joined, and arguments with those before them."""
     found: list[str | CallPart] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, str) and isinstance(last, str):
-            found[-1] = last + part
-        elif isinstance(part, CallPart) and isinstance(last, CallPart) and part.name is None:
-            found[-1] = replace(last, arguments=last.arguments + part.arguments)
+    for _, group in groupby(parts, lambda part: None if isinstance(part, str) else part.index):
+        first, *rest = group
+        if isinstance(first, str):
+            found.append("".join((first, *map(str, rest))))
         else:
-            found.append(part)
+            arguments = [each.arguments for each in (first, *rest) if isinstance(each, CallPart)]
+            found.append(replace(first, arguments="".join(arguments)))
     return found
 
 
@@ -203,4 +223,5 @@ def read_calls(form: CallForm, text: str) -> Said:
     reader, said = CallReader(form), Said()
     for part in (*reader.push(text), *reader.finish()):
         said.add(part)
+    said.is_cut = reader.is_cut
     return said

@@ -108,6 +108,7 @@ class Chunks:
         """Return an event for each part of the answer that a delta completes: text, or a part of a call of a tool."""
         reader = self._readers.setdefault(index, CallReader(form))
         parts = [*reader.push(delta.text), *(reader.finish() if delta.finish_reason is not None else [])]
+        has_calls = reader.num_calls > 0 and not reader.is_cut
         whole = self._body(index, delta)
         if not parts and (delta.finish_reason is not None or delta.logprobs or self._request.return_token_ids):
             parts = [""]
@@ -116,7 +117,7 @@ class Chunks:
             body: dict[str, Any] = {"logprobs": None} if number else whole
             body = {**body, "delta": delta_of(part)}
             is_last = number == len(parts) - 1
-            body["finish_reason"] = finish_reason(delta.finish_reason, reader.num_calls) if is_last else None
+            body["finish_reason"] = finish_reason(delta.finish_reason, has_calls) if is_last else None
             events.append(self._dump(index, body, usage))
         return b"".join(events)
 

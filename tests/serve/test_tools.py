@@ -109,6 +109,17 @@ def test_a_call_that_is_cut_says_so(tooled: Server) -> None:
     assert len(rows) == 15
 
 
+@pytest.mark.parametrize("stop", ['"', "</call>"])
+def test_a_call_within_which_a_stop_string_stands_is_none_to_make(tooled: Server, stop: str) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    body = {**SAMPLED, "tool_choice": choice, "stop": stop}
+    whole = request(tooled.url, CHAT, body).json["choices"][0]
+    events = request(tooled.url, CHAT, {**body, "stream": True}).events
+    expected = "stop" if stop == '"' else "tool_calls"
+    assert whole["message"]["tool_calls"] and whole["finish_reason"] == expected
+    assert events[-1]["choices"][0]["finish_reason"] == expected
+
+
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_text_is_free(tooled: Server, choice: str) -> None:
     body = {**SAMPLED, "tool_choice": choice, "max_tokens": 20, "ignore_eos": False}

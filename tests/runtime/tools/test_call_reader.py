@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from itertools import count
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from schema_walks import Walker
 
 from inferc.chat.calls import CallForm
-from inferc.runtime.tools.call_reader import Call, CallPart, CallReader, Said, read_calls
+from inferc.runtime.tools.call_reader import MAX_NAME, Call, CallPart, CallReader, Said, read_calls
 from inferc.runtime.tools.tools import Choice, Tools
 
 FORMS = {
@@ -22,6 +23,9 @@ FORMS = {
     "list": CallForm('[CALLS] [{"name": "', '", "arguments": ', "}]", '}, {"name": "'),
     "marked": CallForm("<|calls|><|call|>", "\n```json\n", "\n```<|done|><|all done|>", "\n```<|done|><|call|>"),
     "open": CallForm("<f=", ">", "", "; <f="),
+    "lines": CallForm("<calls>\n", " ", "\n</calls>", "\n"),
+    "unclosed": CallForm('CALL {"name": "', '", "arguments": ', "}", '}, {"name": "'),
+    "apart": CallForm("<f=", ">", "</f>", "</f>; <f="),
 }
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -94,6 +98,30 @@ def test_text_that_is_no_call_stays_text(text: str, expected: str, num_calls: in
     found, parts = in_pieces(FORMS["tagged"], text, seed)
     assert (found.text, len(found.calls)) == (expected, num_calls)
     assert "" not in parts
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.joint])
+def test_nothing_is_said_that_was_not_written(name: str, seed: int) -> None:
+    form = FORMS[name]
+    answer = written(form, [("now", NOW), ("get_weather", WEATHER)])
+    start = answer.index("get_weather")
+    for end in range(len(form.before) + len("now" + form.between), start + len("get_weather")):
+        found, _ = in_pieces(form, answer[:end], seed)
+        assert found.text in answer and found.text.endswith("get_weather"[: max(0, end - start)])
+
+
+@pytest.mark.parametrize("size", [4, 1 << 20])
+@pytest.mark.parametrize("name", FORMS)
+def test_reading_takes_time_in_proportion_and_holds_little(name: str, size: int) -> None:
+    form = FORMS[name]
+    for part in (form.before, form.before[:-1], " ", form.before + "f" + form.between + "{}" + form.after):
+        text = part * (200_000 // len(part))
+        reader, began = CallReader(form), time.process_time()
+        for start in range(0, len(text), size):
+            reader.push(text[start : start + size])
+        held = sum(len(part) for part in reader.finish() if isinstance(part, str))
+        assert time.process_time() - began < 1 and held <= MAX_NAME + len(form.before + form.between)
 
 
 def test_arguments_come_as_they_are_written() -> None:
