@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -26,6 +26,8 @@ from inferc.runtime.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from inferc.runtime.text.chat_template import ChatTemplate
+
+Form = TypeVar("Form")
 
 LONG_TEXT = 10_000  # characters, which take about 10 ms to encode
 LONG_IDS = 10_000  # ids, which take about 10 ms to decode
@@ -58,8 +60,9 @@ class Text:
         self._check_golden(files.json("golden.json", list[GoldenText]) or [])
         self.facts: dict[str, Any] = files.json("tokenizer_config.json", dict) or {}
         self._golden_chat = files.json("golden_chat.json", GoldenChats) or GoldenChats()
-        self._form = _form_of(files.folder / "golden_chat.json", self._golden_chat)
-        self.call_form = _call_form_of(files.folder / "golden_chat.json", self._golden_chat)
+        kept = files.folder / "golden_chat.json"
+        self._form: ChatForm | None = _kept(kept, "form", self._golden_chat.form, form_of)
+        self.call_form: CallForm | None = _kept(kept, "calls", self._golden_chat.calls, call_form_of)
         self._template = files.text("chat_template.jinja")
         self._controls: ControlTokens | None = None
         if in_text != "allow":
@@ -141,21 +144,26 @@ class Text:
         return self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def check_calls(self) -> CallForm:
-        """Return the form in which the model writes calls of tools. Raises RequestError if it is not known."""
-        form = self.call_form
-        if form is None:
+        """Return the form in which the model writes calls of tools. Raises RequestError if it cannot be held to it."""
+        if self.call_form is None:
             raise RequestError(
                 "tools: the model's chat template does not tell how it writes calls; leave them out, or ask for JSON by"
                 " response_format"
             )
-        written = "".join((form.before, form.between, form.after, form.joint or ""))
-        for token in sorted(self.special_ids):
-            if (name := self.tokenizer.id_to_token(token)) and name in written:
-                raise RequestError(
-                    f"tools: the model writes calls with the control token {name}, which is not built yet; leave them"
-                    " out, or ask for JSON by response_format"
-                )
-        return form
+        if self._control_token_of_calls is not None:
+            raise RequestError(
+                f"tools: the model writes calls with the control token {self._control_token_of_calls}, which is not"
+                " built yet; leave them out, or ask for JSON by response_format"
+            )
+        return self.call_form
+
+    @cached_property
+    def _control_token_of_calls(self) -> str | None:
+        """A control token in the form of calls: no text spells one."""
+        form = self.call_form
+        written = "" if form is None else f"{form.before}\0{form.between}\0{form.after}\0{form.joint or ''}"
+        names = map(self.tokenizer.id_to_token, sorted(self.special_ids))
+        return next((name for name in names if name and name in written), None)
 
     @property
     def template_source(self) -> str | None:
@@ -370,21 +378,11 @@ class TextStream:
         return Delta(shown + self._stops.finish(), finish_reason, token_ids[-1] if ended_by_token else None)
 
 
-def _form_of(path: Path, golden: GoldenChats) -> ChatForm | None:
-    """Return the template's form found at compile time; None if none was found, so it is searched for again."""
-    if golden.form is None:
+def _kept(path: Path, name: str, value: Any, read: Callable[[Any], Form]) -> Form | None:
+    """Return a form of the chat template that was found at compile time; None if none was found."""
+    if value is None:
         return None
     try:
-        return form_of(golden.form)
+        return read(value)
     except ValueError as error:
-        raise ArtifactError(f"{path}: form: {error}; compile the model again") from error
-
-
-def _call_form_of(path: Path, golden: GoldenChats) -> CallForm | None:
-    """Return the form of calls that was found at compile time; None if there was none."""
-    if golden.calls is None:
-        return None
-    try:
-        return call_form_of(golden.calls)
-    except ValueError as error:
-        raise ArtifactError(f"{path}: calls: {error}; compile the model again") from error
+        raise ArtifactError(f"{path}: {name}: {error}; compile the model again") from error

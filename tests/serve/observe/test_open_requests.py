@@ -184,7 +184,7 @@ def locked(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     names = ("alice", "bob")
     keys = [Key(name, digest_of(f"{name}-key")) for name in names]
     write_keys(file, [*keys, Key("root", digest_of("root-key"), admin=True)])
-    # By priority: alice's outputs all come before bob's chat, which fairness would let in between two of them.
+    # With the policy of priority all of alice's outputs come before bob's chat; fairness would let it in between two.
     with Server(tiny_artifact, "--api-keys", str(file), "--max-num-seqs", "1", "--policy", "priority") as server:
         yield server
 
