@@ -25,7 +25,8 @@ from inferc.runtime.engine.messages import EventWriter
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
 from inferc.runtime.step.sampling_params import SamplingParams
-from inferc.runtime.text.tokenizer import Text, TextStream
+from inferc.runtime.text.text_stream import TextStream
+from inferc.runtime.text.tokenizer import Text
 
 VOCAB_SIZE = 4096
 PROMPT_LEN = 128

@@ -113,6 +113,7 @@ FOLDERS = {
         "runners",
         "scheduler",
         "simulate",
+        "speculation",
         "step",
         "tools",
         "text",

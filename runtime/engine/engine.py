@@ -30,6 +30,7 @@ from inferc.runtime.record.watcher import Watcher
 from inferc.runtime.runners.api import Runner
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.scheduler.scheduler import Scheduler
+from inferc.runtime.speculation.speculation import Speculation
 from inferc.runtime.step.cost import StepWork
 from inferc.runtime.step.plan import F32, Logprobs, StepPlan
 from inferc.runtime.step.prompt_limits import check_ids, check_length
@@ -73,6 +74,7 @@ class Engine:
     taps: keep the values of requests that ask for it.
     idle_work: does a piece of work that is better done while no request is there; returns False after the last piece.
     grammars: hold answers to the form that a request asks for.
+    speculation: drafts tokens; the runner must be able to compute them.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         taps: TapCollector | None = None,
         idle_work: Callable[[], bool] | None = None,
         grammars: Grammars | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.runner = runner
         self._idle_work = idle_work
@@ -96,7 +99,10 @@ class Engine:
         self._watchers: tuple[Watcher, ...] = tuple(each for each in (recorder, taps) if each is not None)
         self._before_first_output = before_first_output
         self.model = model
-        self.scheduler = Scheduler(config, clock, mover)
+        self.scheduler = Scheduler(config, clock, mover, speculation)
+        self.speculation = speculation
+        if speculation is not None:
+            speculation.fit = lambda slot, ids: self.grammars.fit(self.scheduler.batch, slot, ids)
         self._is_whole = True  # whether all steps so far have ended as they should
         self._clock = clock
         self._landed_at = 0.0
@@ -373,11 +379,15 @@ class Engine:
         if self.grammars.has_parked:
             self.grammars.begin_ready(0.0 if self._is_computing else COMPILE_SECONDS)
         outputs = self._score() if self._scorer.has_work else []
+        landed: Outputs = []
+        if self._in_flight and (len(self._in_flight[-1].num_drafted) or self.scheduler.drafts.wants_ids()):
+            landed = self._land()
         plan = self._schedule()
         if plan is not None:
             self._submit(plan)
-        landed: Outputs = []
-        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            if landed and self.speculation is not None:
+                self.speculation.observe_waiting(self._submitted_at[-1] - self._landed_at)
+        if not landed and self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             landed = self._land()
         self._is_whole = True
         return [*outputs, *landed] if outputs else landed
@@ -442,13 +452,12 @@ class Engine:
         outputs = self.scheduler.update(plan, result)
         self._num_landed += 1
         outputs.step, outputs.step_seconds = self._num_landed, seconds
-        stats.output_tokens += len(outputs)
+        stats.output_tokens += outputs.num_tokens
         for each in self._watchers:
             each.updated(outputs)
         for output in outputs.ends:
             seqs = self._requests[output.request_id]
             self._forget(next(seq for seq in seqs if seq.index == output.index), output.finish_reason or "")
-            stats.output_tokens -= output.finish_reason == "error"
         stats.update_seconds += time.perf_counter() - landed
         return outputs
 
@@ -460,6 +469,8 @@ class Engine:
         now, begun = self._clock(), max(self._submitted_at.popleft(), self._landed_at)
         self._landed_at = now
         self._stats.busy_seconds += now - begun
+        if self.speculation is not None and len(plan.logits_rows) == plan.num_tokens and not plan.loads:
+            self.speculation.observe(plan.num_tokens, now - begun)
         # Loading blocks makes steps longer, and no price covers it.
         if self.scheduler.foresees and not any(each.loads for each in (plan, *self._in_flight)):
             num_new = np.diff(plan.query_start_loc).astype(np.int64)
@@ -492,6 +503,10 @@ class Engine:
             self._stats.num_loaded, self._stats.offload_usage = scheduler.cache.num_loaded, manager.usage
             self._stats.num_waiting += manager.num_fetching
             self._stats.waiting_ids += manager.fetching_ids
+        if self.speculation is not None:
+            drafted = self.speculation.stats
+            self._stats.num_drafts, self._stats.num_drafted = drafted.num_drafts, drafted.num_drafted
+            self._stats.num_accepted = drafted.num_accepted
         forecast = scheduler.forecast
         self._stats.length_error, self._stats.cost_error = forecast.lengths.error, forecast.cost.error
         self._stats.length_error_of_mean = forecast.lengths.error_of_mean

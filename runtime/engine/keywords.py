@@ -28,7 +28,7 @@ GENERATES = "what a model is made for is found in its folder; leave it out"
 FILES = "a model is read from its folder when it is compiled; leave it out"
 TOKENIZER = "the tokenizer is part of the artifact; put its files into the model's folder before it is compiled"
 TEXT_ALONE = "prompts are of text alone; leave it out"
-DRAFTS = "is not built yet: tokens are not drafted; leave it out"
+DRAFTS = "is not built yet: give speculate='ngram', or leave it out"
 ADAPTERS = "is not built yet: merge the adapter into the model's weights before they are compiled"
 GRAMMARS = "is not built yet: answers are held to a form by xgrammar; leave it out"
 COMPILES = "the options of a compile are those of inferc.CompileConfig; leave it out"
@@ -95,7 +95,7 @@ ENGINE: dict[str, Asks] = {
     **_all("enable_prompt_embeds", (False,), NO_OPTION % TEXT_ALONE),
     **_all("enable_lora", (False,), ADAPTERS),
     **_all("lora_modules max_loras max_lora_rank max_cpu_loras", (), ADAPTERS),
-    **_all("speculative_config speculative_model num_speculative_tokens", (), DRAFTS),
+    **_all("speculative_model num_speculative_tokens", (), DRAFTS),
     **_all(
         "structured_outputs_config guided_decoding_backend", ("auto", "xgrammar", {"backend": "xgrammar"}), GRAMMARS
     ),
@@ -137,11 +137,29 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name in RENAMED:
             found[RENAMED[name]] = value
+        elif name == "speculative_config":
+            found.update(_speculate(value))
         elif name not in ENGINE:
             found[name] = value
         elif not is_among(value, ENGINE[name][0]):
             raise ConfigError(f"{name} {ENGINE[name][1]}")
     return found
+
+
+def _speculate(config: Any) -> dict[str, Any]:
+    """Return our options for vLLM's `speculative_config`. Raises ConfigError for what is not built."""
+    if not config:
+        return {}
+    if not isinstance(config, Mapping) or config.get("method") not in ("ngram",):
+        raise ConfigError(f"speculative_config is {shown(config)}; expected the method ngram: others are not built yet")
+    unknown = config.keys() - {"method", "num_speculative_tokens"}
+    if unknown:
+        raise ConfigError(
+            f"speculative_config: {', '.join(sorted(unknown))} is no option here: the longest earlier match is taken;"
+            " leave it out"
+        )
+    count = config.get("num_speculative_tokens")
+    return {"speculate": "ngram", **({} if count is None else {"speculate_tokens": count})}
 
 
 def refuse(call: str, given: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -314,14 +314,15 @@ class LLM:
         if event.index == 0 and event.num_cached is not None:
             request.answer.num_cached_tokens = event.num_cached
         output.num_forgotten_tokens = max(output.num_forgotten_tokens, event.num_forgotten)
-        output.token_ids += event.token_ids
-        if event.logprobs is not None:
-            request.add_logprobs(output, event.logprobs)
-        output.finish_reason = event.finish_reason
         stream = request.streams[event.index] if request.streams else None
-        if stream is None:
+        delta = None if stream is None else stream.push(event.token_ids, event.finish_reason)
+        num_tokens = len(event.token_ids) if delta is None else delta.num_tokens
+        output.token_ids += event.token_ids[:num_tokens]
+        if event.logprobs is not None:
+            request.add_logprobs(output, event.logprobs[:num_tokens])
+        output.finish_reason = event.finish_reason
+        if delta is None:
             return True
-        delta = stream.push(event.token_ids, event.finish_reason)
         output.text += delta.text
         output.new_text += delta.text
         output.finish_reason, output.stop = delta.finish_reason, delta.stop

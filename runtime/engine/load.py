@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inferc.config import EngineConfig, from_dict
+from inferc.config import EngineConfig, Speculate, from_dict
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_groups import CacheGroup, Eviction, cache_groups
 from inferc.runtime.artifact.load import Artifact, load_artifact
@@ -34,6 +34,8 @@ from inferc.runtime.runners.api import (
 )
 from inferc.runtime.runners.nodes import Node, choose_nodes
 from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.speculation.ngram import NgramDrafter
+from inferc.runtime.speculation.speculation import Speculation
 from inferc.runtime.step.generation_defaults import generation_defaults, without_text
 from inferc.targets import DEFAULT_TARGET, find_spec
 from inferc.version import __version__
@@ -58,6 +60,12 @@ _NO_BLOCKS = "its KV cache gives no blocks away"
 _OWN_KERNELS = "it chooses its own kernels and threads"
 _ASKED = (
     _Asked("--kv-disk", lambda config: config.kv_disk, "kv_disk", _NO_BLOCKS),
+    _Asked(
+        "--speculate",
+        lambda config: config.speculate if config.speculate != "none" else None,
+        "drafts",
+        "its steps sample one token of a sequence",
+    ),
     _Asked("--kv-evict", lambda config: config.kv_evict, "kv_evict", _NO_BLOCKS),
     _Asked("--kv-events", lambda config: config.kv_events, "kv_events", _NO_BLOCKS),
     _Asked(
@@ -70,6 +78,17 @@ _ASKED = (
     _Asked("--isa", lambda config: config.isa if config.isa != "auto" else None, "threads", _OWN_KERNELS),
     _Asked("--pin", lambda config: config.pin_threads, "threads", _OWN_KERNELS),
 )
+
+
+SPECULATES_NOT_WITH: tuple[tuple[str, Callable[[EngineConfig], object], str], ...] = (
+    (
+        "--kv-evict",
+        lambda config: config.kv_evict,
+        "a token that is not chosen cannot bring back what it evicted",
+    ),
+    ("--tap", lambda config: config.tap, "the values of drafted tokens that are not chosen would be among those kept"),
+)
+"""The options that speculation does not go with, and why."""
 
 
 def load_engine(
@@ -127,6 +146,7 @@ def load_engine(
         taps=taps,
         idle_work=opened.idle_work,
         grammars=grammars,
+        speculation=_make_speculation(config),
     )
     if opened.share_free_slots is not None:
         opened.share_free_slots(engine.scheduler.batch.free_slots)
@@ -170,12 +190,18 @@ def _scheduler_config(
 
 
 def _check_asked(artifact: Artifact, target: str, config: EngineConfig, can: frozenset[Capability]) -> None:
-    """Raise UnsupportedError for an option that the target's runner, alone or in ranks, does not support."""
+    """Raise UnsupportedError for an option that the target's runner, alone or in ranks, does not support.
+
+    Raises ConfigError for options that do not go together.
+    """
     spec = find_spec(target)
     for asked in _ASKED:
         if (value := asked.value(config)) and asked.needed not in can:
             found = asked.option if value is True else f"{asked.option} {value}"
             raise _refusal(artifact, target, found, asked.why_not)
+    for option, value, why in SPECULATES_NOT_WITH if Speculate.parse(config.speculate).method != "none" else ():
+        if value(config):
+            raise ConfigError(f"--speculate {config.speculate} does not go with {option}: {why}; leave one of them out")
     if spec.deterministic == "never" and config.deterministic:
         raise _refusal(artifact, target, "--deterministic", "what it computes of a row may depend on what else runs")
     if spec.deterministic == "on_request" and config.record is not None and not config.deterministic:
@@ -226,6 +252,13 @@ def _make_grammars(artifact: Artifact, config: EngineConfig) -> Grammars | None:
         return Vocabulary.of(Text(artifact.tokenizer), artifact.vocab_size, ends)
 
     return Grammars(GrammarCompiler(vocabulary), config.max_num_seqs, artifact.vocab_size)
+
+
+def _make_speculation(config: EngineConfig) -> Speculation | None:
+    """Return what drafts tokens as the config asks, or None."""
+    if Speculate.parse(config.speculate).method == "none":
+        return None
+    return Speculation(NgramDrafter(config.max_num_seqs, config.speculate_tokens), config.max_num_seqs)
 
 
 def identity(artifact: Artifact, target: str, computed_by: str, config: EngineConfig) -> Identity:

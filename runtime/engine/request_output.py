@@ -13,7 +13,8 @@ from inferc.runtime.engine.scoring import Score
 from inferc.runtime.engine.token_logprobs import TokenLogprobs
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
-from inferc.runtime.text.tokenizer import Text, TextStream
+from inferc.runtime.text.text_stream import TextStream
+from inferc.runtime.text.tokenizer import Text
 
 
 @dataclass

@@ -53,6 +53,9 @@ class EngineStats:
     step_seqs: int = 0  # summed over all steps
     # numbers of steps, by STEP_TOKENS
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    num_drafts: int = 0  # drafts of one or more tokens, each for a sequence in a step
+    num_drafted: int = 0  # tokens of these
+    num_accepted: int = 0  # the part of `num_drafted` that the model chose as well
     busy_seconds: float = 0.0  # with a step in flight
     finished: dict[str, int] = field(default_factory=dict)  # by reason: "stop", "length", "error", "abort"
     schedule_seconds: float = 0.0

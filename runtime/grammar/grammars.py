@@ -147,6 +147,13 @@ class Grammars:
         if self._constraints:
             self._masks.mask(plan, batch.tokens, batch.prompt_len, batch.num_known)
 
+    def fit(self, batch: Batch, slot: int, drafted: list[int]) -> int:
+        """Return how many of the tokens drafted for a slot its grammar has; no step may be in flight."""
+        if not self._constraints:
+            return len(drafted)
+        known = int(batch.num_known[slot])
+        return self._masks.fit(slot, batch.tokens[slot], int(batch.prompt_len[slot]), known, drafted)
+
     def forget(self, seq: Sequence) -> None:
         """Note that a sequence has ended."""
         self._constraints.pop(seq, None)

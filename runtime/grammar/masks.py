@@ -53,13 +53,18 @@ class Constraint:
 
 @dataclass(frozen=True)
 class _Row:
-    """A sequence whose mask is made: its tokens from `start` on, the last of which may still be being sampled."""
+    """A sequence whose masks are made: its tokens from `start` on, the last of which may still be being sampled.
+
+    drafted: the tokens that were drafted behind them. rows: where the masks go, one more than there are of these.
+    """
 
     slot: int
     constraint: Constraint
     start: int
     token_ids: list[int]
     is_pending: bool
+    drafted: list[int]
+    rows: list[int]
 
 
 class _StepMasks:
@@ -92,29 +97,32 @@ class _StepMasks:
             self._made.set()
 
     def _fill(self, row: _Row, token_ids: list[int]) -> None:
-        bits, matcher = self._owner.bits, row.constraint.matcher
+        bits, constraint = self._owner.bits, row.constraint
         try:
-            if not row.constraint.go_to(row.start, token_ids):
-                log.error("slot %d: the grammar does not have the tokens that its own masks allowed", row.slot)
-                bits[row.slot] = 0
-            elif matcher.is_ended:  # by the token before, which the host has not seen yet: the row does not count
-                bits[row.slot] = ALL
-            else:
-                matcher.fill(bits, row.slot)
+            for count, at in enumerate(row.rows):
+                if not constraint.go_to(row.start, token_ids + row.drafted[:count]):
+                    log.error("slot %d: the grammar does not have the tokens that its own masks allowed", row.slot)
+                    bits[at] = 0
+                elif constraint.matcher.is_ended:  # by a token that the host has not seen yet: the row does not count
+                    bits[at] = ALL
+                else:
+                    constraint.matcher.fill(bits, at)
         except Exception:  # the row fails, and no other
             log.exception("slot %d: its mask cannot be made", row.slot)
-            bits[row.slot] = 0
+            bits[row.rows] = 0
 
 
 class MaskMaker:
     """The masks of sequences by slot, and the thread that makes them, which starts with the first.
 
-    A row of `bits` is written between two samplings that read it.
+    A row of `bits` is written between two samplings that read it. The first row of a slot is that of its number; those
+    of drafted tokens come behind the slots', and are there only in steps that no other step is in flight with.
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._num_slots, self._vocab_size = num_slots, vocab_size
         self._bits: U32 | None = None
+        self._num_rows = num_slots
         self._at: dict[int, Constraint] = {}  # by slot
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -122,7 +130,7 @@ class MaskMaker:
     @property
     def bits(self) -> U32:
         if self._bits is None:
-            self._bits = np.zeros((self._num_slots, mask_words(self._vocab_size)), np.uint32)
+            self._bits = np.zeros((self._num_rows, mask_words(self._vocab_size)), np.uint32)
         return self._bits
 
     def assign(self, slot: int, constraint: Constraint | None) -> None:
@@ -138,21 +146,36 @@ class MaskMaker:
         tokens [slots, length]: the ids of each slot's sequence; prompt_len, num_known [slots]: of how many tokens its
         prompt is, and how many are known on the host.
         """
-        slots = plan.sample.seq_slots.tolist()
-        if not any(slot in self._at for slot in slots):
+        all_slots = plan.sample.seq_slots.tolist()
+        if not any(slot in self._at for slot in all_slots):
             return
         counters = plan.sample.counters.tolist()
-        rows = []
-        for slot, count in zip(slots, counters, strict=True):
-            if (constraint := self._at.get(slot)) is None:
-                continue
-            first = int(prompt_len[slot])
-            start, known = constraint.num_handed, min(int(num_known[slot]) - first, count)
-            ids = tokens[slot, first + start : first + known].tolist()
-            rows.append(_Row(slot, constraint, start, ids, is_pending=known < count))
-            constraint.num_handed = count
-        mask_rows = np.array([slot if slot in self._at else -1 for slot in slots], np.int32)
-        plan.masks = _StepMasks(self, mask_rows, rows)
+        mask_rows = np.full(len(all_slots), -1, np.int32)
+        found, at, spare = [], 0, self._num_slots
+        for num_drafted in plan.num_drafted.tolist() or [0] * len(all_slots):
+            slot, count, end = all_slots[at], counters[at], at + num_drafted + 1
+            if (constraint := self._at.get(slot)) is not None:
+                first = int(prompt_len[slot])
+                start, known = constraint.num_handed, min(int(num_known[slot]) - first, count)
+                ids = tokens[slot, first + start : first + known].tolist()
+                drafted = plan.token_ids[plan.logits_rows[at + 1 : end]].tolist()
+                rows = [slot, *range(spare, spare + num_drafted)]
+                spare += num_drafted
+                found.append(_Row(slot, constraint, start, ids, known < count, drafted, rows))
+                mask_rows[at:end] = rows
+                constraint.num_handed = count
+            at = end
+        if spare > self._num_rows:
+            self._num_rows, self._bits = 2 * spare, None
+        plan.masks = _StepMasks(self, mask_rows, found)
+
+    def fit(self, slot: int, tokens: I32, prompt_len: int, num_known: int, drafted: list[int]) -> int:
+        """Return how many of some drafted tokens the grammar of a slot's sequence has; no step may be in flight."""
+        if (constraint := self._at.get(slot)) is None:
+            return len(drafted)
+        known = tokens[prompt_len + constraint.num_handed : num_known].tolist()
+        constraint.go_to(constraint.num_handed, known + drafted)
+        return max(0, len(constraint.accepted) - (num_known - prompt_len))
 
     def put(self, job: Callable[[], None]) -> None:
         """Queue a job of the thread."""

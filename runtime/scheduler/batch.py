@@ -37,6 +37,7 @@ class _Lists:
 
 
 _NO_IDS = np.zeros(0, np.int32)
+_NO_PLACES = np.zeros(0, np.int64)
 _NO_LISTS = _Lists(_NO_IDS, np.zeros(0, np.float32), _NO_IDS, _NO_IDS, _NO_IDS)
 
 
@@ -59,7 +60,10 @@ class _Shape:
     seq_slots: I32
     query_start_loc: I32
     row_slots: I64  # slot of each row
+    sampled: I64  # slot of each row that is sampled
+    places: I64  # of each of these, how many rows of its sequence are before it; empty if each has one
     logits_rows: I32
+    num_drafted: I32  # as in StepPlan
     sample: SampleRows  # without counters, and without the end tokens that are banned at first
     has_min_output: bool
     row_of: I64 | None = None  # [num_slots] the row of each slot in the shape; only if block tables are kept
@@ -184,6 +188,20 @@ class Batch:
             start = seq.prompt_len + len(seq.logprobs)
             seq.logprobs += self.logprobs[slot, start : self.num_known[slot]].tolist()
 
+    def advance(self, slot: int, token_ids: list[int], logprobs: F32 | None, rows: slice) -> int:
+        """Append the tokens that a step with drafts gave a slot, and return how many tokens it has now.
+
+        logprobs: of all rows of the step. rows: those of these tokens. No step may be in flight.
+        """
+        known = int(self.num_known[slot])
+        end = known + len(token_ids)
+        self.tokens[slot, known:end] = token_ids
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs[slot, known:end] = logprobs[rows]
+        self.num_known[slot] = self.num_tokens[slot] = end
+        self.num_computed[slot] = end - 1
+        return end
+
     def free(self, slot: int) -> None:
         self.seqs[slot] = None
         self._lists.pop(slot, None)
@@ -250,19 +268,22 @@ class Batch:
             self._rows = Rows(seq_slots, slots, seqs, *limits)
         return self._rows
 
-    def plan(self, slots: I64, num_new: I64, cache: KVCacheManager, step: int) -> StepPlan:
+    def plan(self, slots: I64, num_new: I64, cache: KVCacheManager, step: int, drafted: I64 | None = None) -> StepPlan:
         """Make the plan that computes the next `num_new` tokens of each of `slots`, and advance the state accordingly.
 
         A sequence whose last token is among them samples one more token, which is counted from now on.
+
+        drafted [B]: how many of the new tokens are drafted, and stand behind the others in `tokens`; None if none is.
+        They are not counted until the step has landed.
         """
         start = self.num_computed[slots]
         end = start + num_new
-        complete = end == self.num_tokens[slots]
-        all_decode = np.count_nonzero(num_new == 1) == np.count_nonzero(complete) == len(slots)
+        complete = end == (self.num_tokens[slots] if drafted is None else self.num_tokens[slots] + drafted)
+        all_decode = drafted is None and np.count_nonzero(num_new == 1) == np.count_nonzero(complete) == len(slots)
         if all_decode and slots is self.order:
             shape = self._decode_shape = self._decode_shape or self._shape(slots, num_new, complete)
         else:
-            shape, self._decode_shape = self._shape(slots, num_new, complete), None
+            shape, self._decode_shape = self._shape(slots, num_new, complete, drafted), None
             cache.take_changed()
         positions = start
         if not all_decode:
@@ -285,11 +306,12 @@ class Batch:
                 positions + (table[shape.row_slots, block] - block) * cache.block_size for table in cache.tables
             ),
             block_tables=self._block_tables(slots, shape, cache, max_blocks, end - seen),
-            sample=self._sample_rows(slots if all_decode else slots[complete], shape),
+            sample=self._sample_rows(slots if all_decode else shape.sampled, shape),
             pending_rows=pending_rows,
             pending_slots=pending_slots,
             wants_logprobs=self.logprobs is not None,
             scored=forgetting.scored_queries(slots, start, end, shape.query_start_loc, max_blocks),
+            num_drafted=shape.num_drafted,
         )
         self.num_computed[slots] = end
         self.num_tokens[slots] += complete
@@ -333,15 +355,25 @@ class Batch:
         tables.stale = []
         return tables.of_groups
 
-    def _shape(self, slots: I64, num_new: I64, complete: Bool) -> _Shape:
+    def _shape(self, slots: I64, num_new: I64, complete: Bool, drafted: I64 | None = None) -> _Shape:
         query_start_loc = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(num_new, out=query_start_loc[1:])
-        sampled = slots[complete]
+        sampled, logits_rows = slots[complete], query_start_loc[1:][complete] - 1
+        num_drafted, places = _NO_IDS, _NO_PLACES
+        if drafted is not None:
+            num_drafted = drafted[complete].astype(np.int32)
+            counts = num_drafted + 1
+            places = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+            sampled = sampled.repeat(counts)
+            logits_rows = ((logits_rows - num_drafted).repeat(counts) + places).astype(np.int32)
         return _Shape(
             seq_slots=slots.astype(np.int32),
             query_start_loc=query_start_loc,
             row_slots=np.repeat(slots, num_new),
-            logits_rows=query_start_loc[1:][complete] - 1,
+            sampled=sampled,
+            places=places,
+            logits_rows=logits_rows,
+            num_drafted=num_drafted,
             sample=self._gather(sampled),
             has_min_output=bool(self.min_output[sampled].any()),
         )
@@ -362,6 +394,8 @@ class Batch:
 
     def _sample_rows(self, slots: I64, shape: _Shape) -> SampleRows:
         counters = self.num_tokens[slots] - self.prompt_len[slots]
+        if len(shape.places):
+            counters += shape.places
         rows = shape.sample.with_counters(counters.astype(np.uint64))
         if shape.has_min_output:
             early = counters < self.min_output[slots]

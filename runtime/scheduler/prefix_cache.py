@@ -172,6 +172,11 @@ class PrefixCache:
         # A slot that found no next block asks again, and its last block may be in the offload tier by now.
         slots = slots[cache.num_cached_blocks[slots] < cache.num_grown[slots]]
         slots = slots[cache.num_grown[slots] <= cache.max_cached_blocks]
+        # Blocks that were taken for drafted tokens may have been filled one after the other.
+        is_behind = cache.num_cached_blocks[slots] < cache.num_grown[slots] - 1
+        for slot in slots[is_behind].tolist():
+            self.cache_full_blocks(slot, int(cache.num_grown[slot]) * size, SUBMITTED)
+        slots = slots[~is_behind]
         last = cache.num_grown[slots] - 1
         # All tokens of the block are known: only the one behind it may be in flight.
         ids = self.batch.tokens[slots[:, None], (last * size)[:, None] + self._places].tobytes()

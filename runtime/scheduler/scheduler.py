@@ -25,7 +25,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -35,14 +34,16 @@ from inferc.runtime.offload.manager import BlockMover, OffloadManager
 from inferc.runtime.scheduler.admission import AdmissionPolicy, TimedAdmission
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.scheduler.config import SchedulerConfig
+from inferc.runtime.scheduler.drafts import Drafts, NoDrafts, Speculator
+from inferc.runtime.scheduler.landing import Landing
 from inferc.runtime.scheduler.offload import NoOffload, Offload
 from inferc.runtime.scheduler.policies import parse_policy
 from inferc.runtime.scheduler.prefix_cache import PrefixCache
 from inferc.runtime.scheduler.slo_admission import SloAdmission
 from inferc.runtime.scheduler.waiting_queue import WaitingQueue
 from inferc.runtime.step.forecast import Caution, Forecast
-from inferc.runtime.step.plan import I32, I64, StepPlan, StepResult
-from inferc.runtime.step.sequence import Output, Sequence, Status, StepOutputs
+from inferc.runtime.step.plan import I64, StepPlan, StepResult
+from inferc.runtime.step.sequence import Sequence, Status, StepOutputs
 
 SAMPLED_COST = 2.0  # the cost of a sampled token for a client, relative to a prompt token
 NUM_RERANKED = 32
@@ -54,7 +55,11 @@ class Scheduler:
     """The scheduler of one engine, which owns the waiting queue, the running batch and the token budget."""
 
     def __init__(
-        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic, mover: BlockMover | None = None
+        self,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        mover: BlockMover | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         """Create a scheduler; `mover` is that of the offload tier, if `config.num_offloaded` says that there is one."""
         self.config = config
@@ -77,10 +82,14 @@ class Scheduler:
         )
         self.events = CacheEvents(self.cache) if config.kv_events else None
         self.prefixes = PrefixCache(self.cache, self.batch, config, self.events)
+        self.drafts = NoDrafts() if speculator is None else Drafts(speculator, self.batch, self.cache)
         self.offload = NoOffload()
         if mover is not None:
             manager = OffloadManager(self.cache, mover, self.forecast, clock)
             self.offload = Offload(manager, mover, self.cache, self.batch, self.prefixes, config)
+        self._landing = Landing(
+            self.batch, self.cache, self.prefixes, self.drafts, self.forecast, self._begun, self._end
+        )
         self._admission = AdmissionPolicy()
         if self.policy.refuses:
             self._admission = SloAdmission(self.batch, self.forecast, config)
@@ -149,6 +158,7 @@ class Scheduler:
         self._order_by_policy()
         preemptions = self.num_preemptions
         self._schedule_decodes()
+        self._budget -= self.drafts.schedule(self._num_new, self._budget)
         self._budget = self._admission.limit(self._budget, self._num_new)
         self._schedule_prefills()
         if self.num_preemptions == preemptions and not self.hold:
@@ -195,10 +205,11 @@ class Scheduler:
                 self.wake_at = self.clock() + MOVE_SECONDS
             return None
         self._step += 1
+        drafted = self.drafts.take(slots)
         if self.waiting.num_clients > 1:
-            samples = self.batch.num_computed[slots] + num_new == self.batch.num_tokens[slots]
-            self.waiting.charge(self.batch.clients[slots], SAMPLED_COST * samples)
-        plan = self.batch.plan(slots, num_new, self.cache, self._step)
+            samples = self.batch.num_computed[slots] + num_new >= self.batch.num_tokens[slots]
+            self.waiting.charge(self.batch.clients[slots], np.where(samples, SAMPLED_COST, 0.0))
+        plan = self.batch.plan(slots, num_new, self.cache, self._step, drafted)
         plan.loads, plan.copies = self.cache.take_loads(), self.prefixes.take_copies()
         self._in_flight.append((self._step, plan))
         return plan
@@ -438,6 +449,7 @@ class Scheduler:
         assert seq is not None
         self._budget += int(self._num_new[slot])
         self._num_new[slot] = 0
+        self.drafts.drop(slot)
         self.num_preemptions += 1
         seq.num_preemptions += 1
         self.offload.before_preemption(slot, self._step)
@@ -483,7 +495,7 @@ class Scheduler:
         self._landed = step
         if plan.scored is not None:
             self.cache.forgetting.add_scores(plan.scored)
-        outputs = self._append(plan.sample.seq_slots, result)
+        outputs = self._landing.land(plan, result)
         if self._leaving:
             still: deque[tuple[int, Sequence]] = deque()
             for last_step, seq in self._leaving:
@@ -494,55 +506,16 @@ class Scheduler:
             self._leaving = still
         return outputs
 
-    def _append(self, seq_slots: I32, result: StepResult) -> StepOutputs:
-        batch, ids, rows_of = self.batch, result.token_ids, self.batch.rows_of(seq_slots)
-        slots, seqs = rows_of.slots, rows_of.seqs
-        known = batch.num_known[slots]
-        batch.tokens[slots, known] = ids
-        if batch.logprobs is not None:
-            batch.logprobs[slots, known] = result.chosen_logprobs
-        known += 1
-        batch.num_known[slots] = known
-        stopped = rows_of.stopped(ids)
-        ended = stopped | (known >= rows_of.max_total)
-        is_first = known == rows_of.first_len
-        forgetting = self.cache.forgetting
-        has_more = ended | is_first | ~batch.is_running[slots] | forgetting.changes_at(known - 2)
-        if result.failed is not None:
-            has_more |= result.failed
-        rows = range(len(slots)) if result.logprobs is not None else np.flatnonzero(has_more).tolist()
-        others: dict[int, Output | None] = {}
-        for row in rows:
-            seq, token = seqs[row], int(ids[row])
-            # The sequence ended while this step was in flight, so the token is dropped.
-            if seq.status is Status.FINISHED:
-                others[row] = None
-                continue
-            output = others[row] = Output(seq.request_id, seq.index, [token])
-            if result.failed is not None and result.failed[row]:
-                output.token_ids, output.finish_reason = [], "error"
-                batch.num_known[slots[row]] -= 1
-                self._end(seq)
-                continue
-            if seq.status is Status.WAITING:  # preempted while this step was in flight
-                seq.token_ids.append(token)
-                if result.chosen_logprobs is not None:
-                    seq.logprobs.append(float(result.chosen_logprobs[row]))
-            if result.logprobs is not None and (logprob := result.logprobs[row]) is not None:
-                output.logprobs = [logprob if seq.params.logprobs else replace(logprob, top=())]
-            output.num_forgotten = forgetting.num_forgotten_at(int(known[row]) - 2)
-            if is_first[row]:
-                output.num_cached, output.queue_seconds = seq.num_cached, seq.admitted_at - seq.arrived
-                seq.first_at = batch.first_at[slots[row]] = self.clock()
-                if self._admission.is_lost(seq):
-                    self._give_up(seq)
-            if ended[row]:
-                output.finish_reason = "stop" if stopped[row] else "length"
-                self._end(seq)
-                self.forecast.lengths.learn(seq)
-        return StepOutputs(seqs, ids, others)
+    def _begun(self, seq: Sequence) -> None:
+        """Note that a sequence got its first token."""
+        seq.first_at = self.clock()
+        if seq.slot is not None:
+            self.batch.first_at[seq.slot] = seq.first_at
+        if self._admission.is_lost(seq):
+            self._give_up(seq)
 
     def _end(self, seq: Sequence) -> None:
+        """End a sequence that got its last token."""
         if seq.status is Status.RUNNING:
             self._finish(seq)
         else:  # the sequence was preempted while this step was in flight

@@ -7,6 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from inferc.config import MOST_DRAFTED
 from inferc.errors import RequestError
 from inferc.runtime.step.plan import StepPlan
 
@@ -37,6 +38,7 @@ class StepLimits:
             "a logits row": outside(plan.logits_rows, plan.num_tokens),
             "a slot": any(map(outside, plan.slot_mapping, slot_limits)),
             "a block": any(map(outside, plan.block_tables, self._num_readable)),
+            f"num_drafted {plan.num_drafted.max(initial=0)}": outside(plan.num_drafted, MOST_DRAFTED + 1),
             "a sequence slot": outside(plan.seq_slots, self.max_num_seqs),
             "a sampled slot": outside(plan.sample.seq_slots, self.max_num_seqs),
             "a pending slot": outside(plan.pending_slots, self.max_num_seqs),
@@ -62,6 +64,8 @@ class StepLimits:
         for what, bad in limits.items():
             if bad:
                 raise RequestError(f"step plan: {what} is out of range")
+        num_drafted = int(plan.num_drafted.sum())
+        assert not num_drafted or len(plan.logits_rows) == len(plan.num_drafted) + num_drafted, "a row for each draft"
         assert len(plan.slot_mapping) == len(plan.block_tables) == len(self.num_blocks), "one table per KV group"
         assert len(plan.positions) == plan.num_tokens == plan.query_start_loc[-1], "rows of the plan disagree"
 

@@ -176,7 +176,7 @@ class StepPlan:
     query_start_loc: I32  # [B + 1]
     seq_lens: I32  # [B] context length, including this step
     seq_slots: I32  # [B]
-    logits_rows: I32  # [S] rows of [0, T) that are sampled
+    logits_rows: I32  # [S] rows of [0, T) that are sampled, several of a sequence whose tokens were drafted
     slot_mapping: tuple[I64, ...]  # per KV group [T]
     block_tables: tuple[I32, ...]  # per KV group [B, max_blocks]
     sample: SampleRows
@@ -193,6 +193,9 @@ class StepPlan:
     tapped_rows: I64 = field(default_factory=_no_long_rows)
     scored: ScoredQueries | None = None  # the queries whose attention scores blocks
     masks: StepMasks | None = None  # None if every row may choose any token
+    # [sampled sequences] how many tokens of each were drafted; empty if none of the step. Such a sequence has that many
+    # rows more, each behind a drafted token. A row counts only if the row before it chose the token that was drafted.
+    num_drafted: I32 = field(default_factory=_no_rows)
 
     @property
     def num_tokens(self) -> int:

@@ -75,7 +75,9 @@ class Sequence:
 
 @dataclass(slots=True)
 class Output:
-    """The output of one step for one sequence: at most one token, and the end with its reason.
+    """The output of one step for one sequence: its tokens, and the end with its reason.
+
+    A step gives a sequence one token, or several if the first of them were drafted.
 
     finish_reason: "stop" (an end token, which `token_ids` includes), "length", "error" (the logits are not finite; no
     token comes with it) or None.
@@ -124,6 +126,12 @@ class StepOutputs:
     others: dict[int, Output | None]
     step: int = 0  # as in Output
     step_seconds: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all outputs."""
+        more = sum(len(output.token_ids) for output in self.others.values() if output is not None)
+        return len(self.seqs) - len(self.others) + more
 
     def __len__(self) -> int:
         return len(self.seqs) - sum(output is None for output in self.others.values())

@@ -12,17 +12,15 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import Tokenizer
 
 from inferc.chat.calls import CallForm, call_form_of
 from inferc.chat.form import ChatForm, form_of
 from inferc.errors import ArtifactError, RequestError
-from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.text.control_tokens import ControlTokens, parse_in_text
 from inferc.runtime.text.files import GoldenChats, GoldenText, TextFiles
-from inferc.runtime.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from inferc.runtime.text.chat_template import ChatTemplate
@@ -337,45 +335,6 @@ class Detokenizer:
         del self._window[: self._shown]
         self._shown = len(self._window)
         return whole[len(shown) :]
-
-
-class Delta(NamedTuple):
-    """The text of a sequence that became final, and its end if it ended.
-
-    `stop` is the stop string or the end token that ended it.
-    """
-
-    text: str
-    finish_reason: str | None = None
-    stop: str | int | None = None
-
-
-class TextStream:
-    """The text of one sequence of a request: it detokenizes the outputs and applies the stop strings."""
-
-    def __init__(self, text: Text, params: SamplingParams) -> None:
-        self._params = params
-        self._detokenizer = Detokenizer(text, params.skip_special_tokens)
-        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        self._count = 0
-
-    def push(self, token_ids: Sequence[int], finish_reason: str | None = None) -> Delta:
-        """Add the next ids of the sequence, and return the text that became final.
-
-        If the delta has a finish reason that the engine did not give, the caller must abort the sequence.
-        """
-        ended_by_token = finish_reason == "stop" and bool(token_ids)
-        hide_last = ended_by_token and not self._params.include_stop_str_in_output
-        piece = self._detokenizer.push(token_ids[:-1] if hide_last else token_ids)
-        if finish_reason is not None:
-            piece += self._detokenizer.finish()
-        self._count += len(token_ids)
-        shown, stop = (piece, None) if self._count < self._params.min_tokens else self._stops.push(piece)
-        if stop is not None:
-            return Delta(shown, "stop", stop)
-        if finish_reason is None:
-            return Delta(shown)
-        return Delta(shown + self._stops.finish(), finish_reason, token_ids[-1] if ended_by_token else None)
 
 
 def _kept(path: Path, name: str, value: Any, read: Callable[[Any], Form]) -> Form | None:

@@ -15,7 +15,8 @@ from inferc.runtime.engine.loop import Event, Sink
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output
-from inferc.runtime.text.tokenizer import Text, TextStream
+from inferc.runtime.text.text_stream import TextStream
+from inferc.runtime.text.tokenizer import Text
 from inferc.serve.errors import NoRoomToWake, QueueFull, RequestAborted, RequestTimeout
 from inferc.serve.models.metrics import Ended, ModelMetrics, Outcome
 from inferc.serve.models.queue_forecast import ARRIVED_AT, QueueForecast
@@ -239,13 +240,13 @@ class Stream:
         self._prompt = None
         if output.num_cached is not None and output.index == 0:
             self.num_cached, self._queue_seconds = output.num_cached, output.queue_seconds
-        self._count(output.index, len(output.token_ids), now)
+        delta = self._texts[output.index].push(output.token_ids, output.finish_reason)
+        token_ids = output.token_ids[: delta.num_tokens]
+        self._count(output.index, len(token_ids), now)
         if self.steps is not None:
-            note = StepNote(now, output.step, output.step_seconds, output.index, len(output.token_ids))
-            self.steps.append(note)
+            self.steps.append(StepNote(now, output.step, output.step_seconds, output.index, len(token_ids)))
         if output.num_forgotten:
             self.num_forgotten[output.index] = output.num_forgotten
-        delta = self._texts[output.index].push(output.token_ids, output.finish_reason)
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
             self._running.discard(output.index)
@@ -258,10 +259,10 @@ class Stream:
             waiting.append(_Pending())
         pending = waiting[-1]
         pending.texts.append(delta.text)
-        pending.token_ids += output.token_ids
+        pending.token_ids += token_ids
         if output.logprobs:
-            pending.logprobs += output.logprobs
-            self._count_likely(pending, len(output.logprobs) * (1 + (self._params.logprobs or 0)))
+            pending.logprobs += output.logprobs[: len(token_ids)]
+            self._count_likely(pending, len(token_ids) * (1 + (self._params.logprobs or 0)))
         pending.finish_reason = delta.finish_reason
         # Tokens without text so far (half a character, the start of a possible stop string) wait for the next tokens.
         if delta.text or pending.logprobs or delta.finish_reason is not None:

@@ -258,6 +258,27 @@ METRICS: tuple[MetricSpec, ...] = (
         vllm="num_preemptions_total",
     ),
     MetricSpec(
+        "inferc_drafts_total",
+        "counter",
+        "Drafts of one token or more (--speculate), each for a sequence in a step.",
+        _one(lambda known: known.stats.num_drafts),
+        vllm="spec_decode_num_drafts_total",
+    ),
+    MetricSpec(
+        "inferc_drafted_tokens_total",
+        "counter",
+        "Tokens that were drafted.",
+        _one(lambda known: known.stats.num_drafted),
+        vllm="spec_decode_num_draft_tokens_total",
+    ),
+    MetricSpec(
+        "inferc_drafted_tokens_accepted_total",
+        "counter",
+        "Drafted tokens that the model chose as well; each saved a step.",
+        _one(lambda known: known.stats.num_accepted),
+        vllm="spec_decode_num_accepted_tokens_total",
+    ),
+    MetricSpec(
         "inferc_prefix_cache_queried_tokens_total",
         "counter",
         "Prompt tokens of admitted sequences, which are looked up in the prefix cache.",

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from inferc.errors import ConfigError, UnsupportedError, nearest
 from inferc.kv_groups import CacheGroup, CacheLimits, Eviction, pools_bytes, pools_for_all, share_out
@@ -182,6 +182,27 @@ class ResolvedCompileConfig:
     redundant_experts: int
 
 
+DraftMethod: TypeAlias = Literal["none", "ngram"]
+MOST_DRAFTED = 63  # tokens of a sequence in a step
+
+
+@dataclass(frozen=True)
+class Speculate:
+    """The choice of what drafts tokens: nothing, or what followed the last tokens before (`ngram`)."""
+
+    method: DraftMethod = "none"
+
+    @staticmethod
+    def parse(text: str) -> Speculate:
+        """Parse `none` or `ngram`. Raises ConfigError for anything else."""
+        if text in ("none", "ngram"):
+            return Speculate(text)  # type: ignore[arg-type]
+        method, _, _ = text.partition(":")
+        if method in ("draft", "mtp", "eagle", "eagle3", "medusa", "suffix"):
+            raise ConfigError(f"speculate is {text!r}: {method} is not built yet; expected none or ngram")
+        raise ConfigError(f"speculate is {text!r}, expected none or ngram")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """The options of running an artifact."""
@@ -203,6 +224,8 @@ class EngineConfig:
     deterministic: bool = False  # compute equal bits in any batch; cpu always does, onnxruntime and TensorRT never
     pin_threads: bool = False  # pin each thread to a core of its own, for a machine on which nothing else runs
     kv_events: bool = False  # collect events of the blocks that the prefix cache stores and evicts
+    speculate: str = "none"  # what drafts tokens, which are computed together: "none" or "ngram", see speculate.py
+    speculate_tokens: int = 15  # the most tokens that are drafted of a sequence in a step
     record: str | None = None  # a file that every request is written to, for `inferc replay`
     tap: tuple[str, ...] = ()  # names of values to keep for requests that ask for it; `*` stands for anything
     tap_out: str | None = None  # a folder for tapped values, one file per request; None: `LLM.tapped` returns them
@@ -218,6 +241,9 @@ class EngineConfig:
         )
         if self.kv_evict is not None:
             Eviction.parse(self.kv_evict)
+        Speculate.parse(self.speculate)
+        if not 0 < self.speculate_tokens <= MOST_DRAFTED:
+            raise ConfigError(f"speculate_tokens is {self.speculate_tokens}, expected 1 to {MOST_DRAFTED}")
         if self.kv_disk is not None and not self.prefix_cache:
             raise ConfigError(
                 "a KV cache on disk holds what the prefix cache finds, which is off; turn the one on or the other off"

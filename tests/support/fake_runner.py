@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from fake_drafts import AnyDrafts, ScriptedDrafter
 from fake_mover import FakeMover
 from numpy.typing import NDArray
 
@@ -22,6 +23,7 @@ from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.step.plan import F32, I32, Logprobs, StepPlan, StepResult
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.runtime.step.sequence import Sequence as Seq
 
 VOCAB_SIZE = 50
 FULL = CacheGroup(8)
@@ -156,18 +158,23 @@ class FakeRunner:
         if self.num_steps == self.fail_at:
             return StepResult(np.zeros(0, np.int32), error="the fake model broke")
         rows = self._run(plan)
-        sample, ids, logprobs = plan.sample, [], []
+        sample, ids, logprobs = plan.sample, list[int](), list[Logprobs | None]()
         banned, allowed = _lists(sample.banned, len(sample)), _lists(sample.allowed, len(sample))
+        inputs, counts = plan.token_ids[plan.logits_rows].tolist(), False
         for i, (context, slot) in enumerate(zip(rows, sample.seq_slots.tolist(), strict=True)):
+            # A row behind a drafted token counts if that token is what the row before it chose.
+            counts = not i or sample.seq_slots[i - 1] != slot or (counts and ids[-1] == inputs[i])
             seed, counter = (int(sample.seeds[i]), int(sample.counters[i])) if sample.temperature[i] else (0, 0)
             forbidden = frozenset(banned[i])
             if allowed[i]:
                 forbidden |= frozenset(range(VOCAB_SIZE)) - frozenset(allowed[i])
             ids.append(next_id(context, seed, counter, forbidden))
-            self.last[slot] = ids[-1]
-            if slot in self.penalised:
+            if counts:
+                self.last[slot] = ids[-1]
+            if slot in self.penalised and counts:
                 assert self.penalised[slot] == context, "penalty counts are off"
                 self.penalised[slot].append(ids[-1])
+            counts = counts and context != self.broken_prompt
             count = int(sample.num_logprobs[i])
             likeliest = next_id(context)  # of the logits as they are, whatever is allowed
             top = tuple((token, -float(token)) for token in (likeliest, *range(VOCAB_SIZE)) if token != likeliest)
@@ -288,6 +295,17 @@ class FakeRunner:
                         masses[b, column] += mass_of(drawn_of(text, position), block)
 
 
+def go_on(seq: Seq, known: list[int], count: int) -> list[int]:
+    """Return the next tokens of a sequence, as `oracle` has them."""
+    ids = list(known)
+    for _ in range(count):
+        num_output = len(ids) - seq.prompt_len
+        sampled = (0, 0) if seq.params.greedy else (seq.seed, num_output)
+        early = seq.stop_ids if num_output < seq.params.min_tokens else frozenset()
+        ids.append(next_id(ids, *sampled, frozenset(seq.params.banned_token_ids) | early))
+    return ids[len(known) :]
+
+
 def _lists(lists: object, count: int) -> list[list[int]]:
     starts, ids = lists.starts.tolist(), lists.token_ids.tolist()  # type: ignore[attr-defined]
     if not starts:
@@ -317,7 +335,12 @@ def make_engine(
     mover: FakeMover | None = None,
     offload_in_place: bool = True,
     idle_work: Callable[[], bool] | None = None,
+    drafts: int | None = None,
 ) -> Engine:
+    """Make an engine of the fake model.
+
+    drafts: the seed of tokens that are drafted, if any are.
+    """
     counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
     config = SchedulerConfig(
         max_num_seqs,
@@ -341,7 +364,12 @@ def make_engine(
         mover = mover or FakeMover()
         mover.attach(runner.pools, config)
     limits = ModelLimits(VOCAB_SIZE, max_model_len, eos)
-    engine = Engine(runner, limits, config, pipeline, clock=clock, mover=mover, idle_work=idle_work)
+    speculation = None
+    if drafts is not None:
+        speculation = AnyDrafts(ScriptedDrafter(go_on, VOCAB_SIZE, seed=drafts), max_num_seqs)
+    engine = Engine(
+        runner, limits, config, pipeline, clock=clock, mover=mover, idle_work=idle_work, speculation=speculation
+    )
     runner.sequences = engine.scheduler.batch.seqs
     return engine
 

@@ -82,10 +82,12 @@ __attribute__((visibility("default"))) int inferc_sample(const InfercHost* host,
   INFERC_CHECK(!inferc::HIDDEN_OUT);  // the stage with the LM head has the logits
   INFERC_CHECK(!inferc::COLLECTIVES || (host && host->collective));
   INFERC_CHECK(args->max_top >= 0 && args->max_top <= INFERC_MAX_TOP_LOGPROBS);
+  INFERC_CHECK(inferc::are_drafts_short(*args));
   inferc::Step step(host, *args->step, arena, inferc::ARENA);
   inferc::on_logits(step, [&](inferc::Team& team, int64_t first, int64_t rows, inferc::Rows<float> logits) {
     inferc::sample_rows(team, *args, first, rows, logits, step.scratch_of_threads());
   });
+  inferc::keep_chosen(*args);
   return 0;
 }
 

@@ -3,9 +3,10 @@
 #pragma once
 #include <stdint.h>
 
-#define INFERC_ABI 6
+#define INFERC_ABI 7
 #define INFERC_SAMPLE_ROWS 64  // the most logits rows that exist at a time
 #define INFERC_MAX_TOP_LOGPROBS 64
+#define INFERC_MAX_DRAFTED 63  // ids of a sequence in a step
 
 // `op` of a collective. Groups: 0 tensor, 1 expert.
 #define INFERC_ALL_REDUCE_F32 0   // the sum over the ranks of a group, in place, of `count` elements at `data`
@@ -80,7 +81,9 @@ struct StepArgs {
 struct SampleArgs {
   const StepArgs* step;  // the step whose rows are sampled
   int64_t vocab_size;
-  // per row [num_rows], as everything up to num_logprobs; a slot with counts has one row
+  // Per row [num_rows], as everything up to num_logprobs. A slot's rows are consecutive: each but the first is that of an
+  // id that was drafted, and counts if the row before it chooses this id. A slot with counts has at most
+  // INFERC_MAX_DRAFTED of these.
   const int32_t* seq_slots;
   const float* temperature;
   const int32_t* top_k;
@@ -107,7 +110,7 @@ struct SampleArgs {
   // State of each slot: counts[slot] is null or [vocab_size]; bit 31: the token is in the prompt; the rest: its count
   // in the output.
   uint32_t* const* counts;
-  int32_t* last_ids;  // [slots]: the id of the slot's last row
+  int32_t* last_ids;  // [slots]: the id of the slot's last row that counts
   // Results, for each row.
   uint8_t* failed;  // 1: the processed logits have no finite largest value; the id is then 0
   int32_t* token_ids;

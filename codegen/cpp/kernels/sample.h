@@ -379,8 +379,19 @@ INLINE void mask_out(const u32* bits, i64 from, i64 end, float* x) {
     if (!(bits[i / 32] >> (i & 31) & 1)) x[i] = -__builtin_inff();
 }
 
+// Rows of one slot follow one another: the first continues the slot's last id, and each other one the id that was drafted
+// for the row before it. Returns that id.
+INLINE i32 drafted(const SampleArgs& a, i64 row) { return a.step->token_ids[a.step->logits_rows[row]]; }
+
+// Returns how many rows of the slot come before a row.
+INLINE i64 rows_before(const SampleArgs& a, i64 row) {
+  i64 first = row;
+  while (first > 0 && a.seq_slots[first - 1] == a.seq_slots[row]) --first;
+  return row - first;
+}
+
 // Applies penalties, bias and masks, and returns the processed logits: in place, or in x if log-probabilities of the
-// raw ones are asked for.
+// raw ones are asked for. The ids drafted for the rows before count as chosen.
 inline float* process(const Crew& crew, const SampleArgs& a, i64 row, float* logits, float* x) {
   const i64 n = a.vocab_size;
   const float repetition = a.repetition_penalty[row], presence = a.presence_penalty[row];
@@ -393,11 +404,19 @@ inline float* process(const Crew& crew, const SampleArgs& a, i64 row, float* log
   const u32* bits = mask >= 0 ? a.masks + mask * ((n + 31) / 32) : nullptr;
   if (!penalties && !allowed && !biased && !banned && !bits) return logits;
   if (a.num_logprobs[row] == 0) x = logits;
+  const i64 before = penalties ? rows_before(a, row) : 0;
+  float raw[INFERC_MAX_DRAFTED];
+  if (before) {
+    for (i64 j = 0; j < before; ++j) raw[j] = logits[drafted(a, row - j)];
+    crew.meet();  // the numbers may be changed in place
+  }
+  auto punished = [&](float value, u32 count) {
+    const u32 times = count & 0x7fffffffu;
+    value = value > 0.0f ? value / repetition : value * repetition;
+    return times ? value - (frequency * float(times) + presence) : value;
+  };
   auto punish = [&](i64 i) {
-    if (!counts[i]) return;
-    const u32 times = counts[i] & 0x7fffffffu;
-    x[i] = x[i] > 0.0f ? x[i] / repetition : x[i] * repetition;
-    if (times) x[i] -= frequency * float(times) + presence;
+    if (counts[i]) x[i] = punished(x[i], counts[i]);
   };
   crew.share((n + PART - 1) / PART, [&](i64 part, i64 stop) {
     const i64 end = stop * PART < n ? stop * PART : n;
@@ -411,6 +430,12 @@ inline float* process(const Crew& crew, const SampleArgs& a, i64 row, float* log
   });
   crew.meet();
   if (crew.leads()) {
+    for (i64 j = 0; j < before; ++j) {
+      const i32 id = drafted(a, row - j);
+      u32 count = counts[id];
+      for (i64 k = 0; k < before; ++k) count += drafted(a, row - k) == id;
+      if (!bits || bits[id / 32] >> (id & 31) & 1) x[id] = punished(raw[j], count);
+    }
     for (i64 j = biased ? a.bias_starts[row] : 0; biased && j < a.bias_starts[row + 1]; ++j)
       x[a.bias_ids[j]] += a.bias_values[j];
     if (allowed) {
@@ -510,18 +535,39 @@ inline i64 sample_row(const Crew& crew, const SampleArgs& a, i64 row, float* log
 }
 
 // Samples rows [first, first + rows) of the step; row 0 of `logits`, which are overwritten, is row `first`. A row that
-// fails leaves the others alone. A slot's rows are consecutive: the slot continues with the id of the last one, whichever
-// thread samples the others and when.
+// fails leaves the others alone.
 inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Rows<float> logits, Rows<char> scratch) {
   each_row(team, rows, scratch, [&](i64 i, const Crew& crew, char* own) {
     const i64 row = first + i, chosen = sample_row(crew, a, row, logits[i], RowWork(own, a.vocab_size));
     if (!crew.leads()) return;
-    const i32 slot = a.seq_slots[row];
     a.failed[row] = chosen < 0;
     a.token_ids[row] = chosen < 0 ? 0 : i32(chosen);
-    if (chosen >= 0 && a.counts && a.counts[slot]) ++a.counts[slot][chosen];
-    if (row + 1 == a.step->num_rows || a.seq_slots[row + 1] != slot) a.last_ids[slot] = a.token_ids[row];
   });
+}
+
+// Notes what the rows chose in the state of their slots. A row counts only if the one before it, of the same slot, chose
+// the id that had been drafted. By one thread, when all rows are sampled.
+inline void keep_chosen(const SampleArgs& a) {
+  bool counts = false;
+  for (i64 row = 0; row < a.step->num_rows; ++row) {
+    const i32 slot = a.seq_slots[row];
+    const bool begins = row == 0 || a.seq_slots[row - 1] != slot;
+    counts = begins || (counts && !a.failed[row - 1] && a.token_ids[row - 1] == drafted(a, row));
+    if (!counts) continue;
+    a.last_ids[slot] = a.token_ids[row];
+    if (!a.failed[row] && a.counts && a.counts[slot]) ++a.counts[slot][a.token_ids[row]];
+  }
+}
+
+// Returns whether no slot with counts has more rows than may be drafted for at once.
+inline bool are_drafts_short(const SampleArgs& a) {
+  i64 run = 0;
+  for (i64 row = 1; row < a.step->num_rows; ++row) {
+    const i32 slot = a.seq_slots[row];
+    run = slot == a.seq_slots[row - 1] ? run + 1 : 0;
+    if (run > INFERC_MAX_DRAFTED && a.counts && a.counts[slot]) return false;
+  }
+  return true;
 }
 
 inline void score_rows(Team& team, const ScoreArgs& a, i64 first, i64 rows, Rows<const float> logits,

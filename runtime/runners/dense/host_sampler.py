@@ -48,16 +48,7 @@ class HostSampler:
         if plan.masks is not None:
             plan.masks.wait()
             logits = _masked(plan.masks, logits)
-        ids = logits.argmax(1).astype(np.int32)
-        failed = ~np.isfinite(logits[np.arange(len(ids)), ids]) if len(ids) else np.zeros(0, np.bool_)
-        for row in np.flatnonzero(~_is_plain(rows)).tolist():
-            slot = int(rows.seq_slots[row])
-            in_prompt, num_output = self._in_prompt.get(slot, self._nothing[0]), self._num_output.get(slot)
-            counts = self._nothing[1] if num_output is None else num_output
-            ids[row], failed[row] = sample_row(rows, row, logits[row], in_prompt, counts)
-            if num_output is not None:
-                num_output[ids[row]] += 1
-        self._last[rows.seq_slots] = ids
+        ids, failed = self._choose(plan, logits)
         logprobs = None
         if rows.num_logprobs.any():
             logprobs = [_logprobs(raw[row], int(ids[row]), int(rows.num_logprobs[row])) for row in range(len(ids))]
@@ -65,6 +56,30 @@ class HostSampler:
         if plan.wants_logprobs:
             chosen = log_softmax(raw)[np.arange(len(ids)), ids].astype(np.float32)
         return StepResult(ids, logprobs, failed if failed.any() else None, chosen_logprobs=chosen)
+
+    def _choose(self, plan: StepPlan, logits: F32) -> tuple[I32, NDArray[np.bool_]]:
+        """Return the id of each row and whether none could be chosen, and keep those of the rows that count."""
+        rows, inputs = plan.sample, plan.token_ids[plan.logits_rows]
+        ids = logits.argmax(1).astype(np.int32)
+        failed = ~np.isfinite(logits[np.arange(len(ids)), ids]) if len(ids) else np.zeros(0, np.bool_)
+        is_plain = _is_plain(rows)
+        first, counts = 0, False  # the first row of the slot, and whether this row counts
+        for row, slot in enumerate(rows.seq_slots.tolist()):
+            begins = row == 0 or rows.seq_slots[row - 1] != slot
+            first = row if begins else first
+            num_output = self._num_output.get(slot)
+            if not is_plain[row]:
+                chosen = (self._nothing[1] if num_output is None else num_output).copy()
+                if num_output is not None:  # the ids drafted for the rows before count as chosen
+                    np.add.at(chosen, inputs[first + 1 : row + 1], 1)
+                in_prompt = self._in_prompt.get(slot, self._nothing[0])
+                ids[row], failed[row] = sample_row(rows, row, logits[row], in_prompt, chosen)
+            counts = bool(begins or (counts and not failed[row - 1] and ids[row - 1] == inputs[row]))
+            if counts:
+                self._last[slot] = ids[row]
+            if counts and num_output is not None and not failed[row]:
+                num_output[ids[row]] += 1
+        return ids, failed
 
 
 def _masked(masks: StepMasks, logits: F32) -> F32:

@@ -24,6 +24,8 @@ from inferc.cli.common import (
     Policy,
     PrefixCache,
     SpecialTokensInText,
+    Speculate,
+    SpeculateTokens,
     Threads,
     TrustedKeys,
     engine_options,
@@ -49,6 +51,8 @@ OF_AN_ENGINE = (
     "pin",
     "deterministic",
     "prefix_cache",
+    "speculate",
+    "speculate_tokens",
     "policy",
     "trusted_keys",
     "special_tokens_in_text",
@@ -120,6 +124,8 @@ def batch(
     prefix_cache: PrefixCache = True,
     policy: Policy = "fcfs",
     special_tokens_in_text: SpecialTokensInText = "allow",
+    speculate: Speculate = "none",
+    speculate_tokens: SpeculateTokens = 15,
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> int:
@@ -150,6 +156,8 @@ def batch(
         prefix_cache,
         policy,
         trusted_keys=trusted_keys,
+        speculate=speculate,
+        speculate_tokens=speculate_tokens,
     )
     options["special_tokens_in_text"] = special_tokens_in_text
     _check_options(ctx, engine, endpoint)

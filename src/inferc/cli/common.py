@@ -102,6 +102,23 @@ KVEvict = Annotated[
         " tokens were forgotten.",
     ),
 ]
+Speculate = Annotated[
+    str,
+    typer.Option(
+        "--speculate",
+        metavar="none|ngram",
+        help="Draft tokens and compute them together in one step. ngram drafts what followed the last tokens where they"
+        " occurred before, in the prompt or in the answer: for edits of code, summaries and answers that quote. The"
+        " tokens of an answer are the same with and without; how many are drafted follows from how many the model"
+        " chooses, and from what a step costs.",
+    ),
+]
+SpeculateTokens = Annotated[
+    int,
+    typer.Option(
+        "--speculate-tokens", metavar="N", help="The most tokens that --speculate drafts of a sequence in a step."
+    ),
+]
 SpecialTokensInText = Annotated[
     str,
     typer.Option(
@@ -367,6 +384,8 @@ def engine_options(
     tap: list[str] | None = None,
     tap_out: Path | None = None,
     trusted_keys: Path | None = None,
+    speculate: str = "none",
+    speculate_tokens: int = 15,
 ) -> dict[str, Any]:
     """Return the fields of EngineConfig for command-line options. Raises ConfigError for values that are too large."""
     from inferc.config import parse_bytes
@@ -387,6 +406,8 @@ def engine_options(
         "kv_disk": None if kv_disk is None else str(kv_disk),
         "kv_disk_bytes": "auto" if kv_disk_size == "auto" else parse_bytes(kv_disk_size),
         "kv_evict": kv_evict,
+        "speculate": speculate,
+        "speculate_tokens": speculate_tokens,
         "record": None if record is None else str(record),
         "tap": tuple(tap or ()),
         "tap_out": None if tap_out is None else str(tap_out),

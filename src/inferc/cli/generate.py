@@ -25,6 +25,8 @@ from inferc.cli.common import (
     PrefixCache,
     Record,
     SpecialTokensInText,
+    Speculate,
+    SpeculateTokens,
     Tap,
     TbtMs,
     Threads,
@@ -153,6 +155,8 @@ def generate(
         typer.Option("--tap-out", metavar="FILE.npz", help="File for the values of --tap (numpy.load reads it)."),
     ] = None,
     special_tokens_in_text: SpecialTokensInText = "allow",
+    speculate: Speculate = "none",
+    speculate_tokens: SpeculateTokens = 15,
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
@@ -190,6 +194,8 @@ def generate(
             record=record,
             tap=tap,
             trusted_keys=trusted_keys,
+            speculate=speculate,
+            speculate_tokens=speculate_tokens,
         ),
     ) as llm:
         params = llm.sampling_params(**asked, max_tokens=_limit(llm, max_tokens, 128))
@@ -284,6 +290,8 @@ def chat(
     kv_memory: KVMemory = "auto",
     deterministic: Deterministic = False,
     special_tokens_in_text: SpecialTokensInText = "allow",
+    speculate: Speculate = "none",
+    speculate_tokens: SpeculateTokens = 15,
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
@@ -300,6 +308,7 @@ def chat(
     asked |= {"min_p": min_p, "repetition_penalty": repetition_penalty}
     start = [{"role": "system", "content": system}] if system else []
     options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic, trusted_keys=trusted_keys)
+    options |= {"speculate": speculate, "speculate_tokens": speculate_tokens}
     with LLM(out, special_tokens_in_text=special_tokens_in_text, **options) as llm:
         if not llm.text.has_chat_template:
             raise ConfigError(f"{out} has no chat template: its model does not chat; use `inferc generate`")

@@ -21,6 +21,9 @@ AT_COMPILE = {
 }
 ARTIFACT = "give the artifact as an argument: inferc serve OUT"
 KV_MEMORY = "say how large the KV cache may be: inferc serve OUT --kv-memory BYTES, for example 2GiB"
+SPECULATE = "what drafts tokens is --speculate ngram, and the most at once --speculate-tokens N"
+DRAFTING = ("--speculative-config", "--speculative-algorithm", "--num-speculative-tokens", "--speculative-model")
+OF_LLAMA_CPP = ("--draft", "--draft-max", "--draft-n", "-md", "--model-draft", "--spec-type", "-lcd", "--lookup-cache")
 NAME = "give a model's name before its artifact: inferc serve NAME=OUT"
 PORTS = "there are two ports: inferc serve OUT --http-port PORT for OpenAI's interface, --grpc-port PORT for gRPC"
 OF_SERVERS = {
@@ -33,6 +36,7 @@ OF_SERVERS = {
     **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), KV_MEMORY),
     **dict.fromkeys(("--served-model-name", "--alias"), NAME),
     **dict.fromkeys(("--allowed-origins", "--cors-allow-origins"), "say which sites: --cors-origin ORIGIN, or *"),
+    **dict.fromkeys((*DRAFTING, *OF_LLAMA_CPP), SPECULATE),
     "--port": PORTS,
     "--api-key": "keys are in a file: inferc keys create FILE NAME, then inferc serve OUT --api-keys FILE",
     "--enforce-eager": "nothing runs eagerly, a model is compiled before it is served; leave --enforce-eager out",
@@ -58,6 +62,7 @@ OF_GENERATING = {
     "-t": "the number of threads is --threads N",
     **dict.fromkeys(("-s", "--random-seed"), "the seed is --seed N"),
     **dict.fromkeys(("-np", "--parallel"), "the most sequences of a step are --max-num-seqs N"),
+    **dict.fromkeys((*DRAFTING, *OF_LLAMA_CPP), SPECULATE),
     "--stop-token": "texts that end an answer are --stop TEXT",
 }
 _FORMS = ("-j", "--json-schema", "-jf", "--json-schema-file", "--grammar-file")

@@ -26,6 +26,8 @@ from inferc.cli.common import (
     PrefixCache,
     Record,
     SpecialTokensInText,
+    Speculate,
+    SpeculateTokens,
     Tap,
     TbtMs,
     Threads,
@@ -95,6 +97,8 @@ def serve(
             help="Folder of artifacts that clients may load by name while the server runs.",
         ),
     ] = None,
+    speculate: Speculate = "none",
+    speculate_tokens: SpeculateTokens = 15,
     trusted_keys: TrustedKeys = None,
     max_awake: Annotated[
         int | None,
@@ -346,6 +350,8 @@ def serve(
         tap=tap,
         tap_out=tap_out,
         trusted_keys=trusted_keys,
+        speculate=speculate,
+        speculate_tokens=speculate_tokens,
     )
     if print_config:
         say(resolved(context))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +59,9 @@ class Sampled:
     top_ids: NDArray[np.int32]
     top: NDArray[np.float32]
 
+    def row(self, row: int) -> Sampled:
+        return Sampled(*(getattr(self, each.name)[row : row + 1] for each in dataclasses.fields(self)))
+
     def bits(self) -> bytes:
         return b"".join(getattr(self, each.name).tobytes() for each in dataclasses.fields(self))
 
@@ -66,6 +69,8 @@ class Sampled:
 class Sampler:
     """Samples rows of logits [rows, vocab] or, each from the same, [vocab]; `counts` are slot 0's.
 
+    inputs: the token of each row, which counts where it is not the first of its slot: it was drafted.
+    last_ids: by slot, after a call.
     masks: which tokens each row may choose, bool [rows, vocab]; a row of no token has no mask.
     """
 
@@ -75,7 +80,9 @@ class Sampler:
         logits: F32,
         counts: NDArray[np.uint32] | None = None,
         masks: NDArray[np.bool_] | None = None,
+        inputs: Sequence[int] = (),
     ) -> None:
+        self.inputs, self.last_ids = np.array(inputs, np.int32), np.zeros(0, np.int32)
         self.kernels, self.logits, self.counts = kernels, np.ascontiguousarray(logits, np.float32), counts
         self.masks = masks
         self.vocab = self.logits.shape[-1]
@@ -83,6 +90,9 @@ class Sampler:
     def rows(self, rows: SampleRows, more: dict[str, NDArray[Any]] | None = None) -> Sampled:
         count = len(rows)
         step = abi.StepArgs(num_rows=count)
+        places = np.arange(count, dtype=np.int32)
+        if len(self.inputs):
+            step.token_ids, step.logits_rows = self.kernels.address(self.inputs), self.kernels.address(places)
         args = abi.SampleArgs(as_step(self.kernels, step), self.vocab)
         keep: list[Any] = []
 
@@ -116,7 +126,8 @@ class Sampler:
         results |= {"ranks": out.rank, "top_ids": out.top_ids, "top_logprobs": out.top}
         for name, array in results.items():
             put(name, array)
-        put("last_ids", np.zeros(count + 1, np.int32))
+        self.last_ids = np.zeros(count + 1, np.int32)
+        put("last_ids", self.last_ids)
         args.max_top = NUM_TOP
         logits = np.array(np.broadcast_to(self.logits, (count, self.vocab)), order="C")  # they are overwritten
         scratch, size = scratch_of(self.kernels, self.vocab)
@@ -526,3 +537,68 @@ def test_scores_are_log_probabilities(kernels: Kernels, size: int) -> None:
     assert best.tolist() == logits.argmax(1).tolist()
     expected = [np.log(softmax(row)[target]) for row, target in zip(logits, targets, strict=True)]
     np.testing.assert_allclose(logprobs, expected, atol=2e-6)
+
+
+def drafted_rows(rows: SampleRows, slots: Sequence[int]) -> SampleRows:
+    """Return the parameters of one row for rows of these slots, at counters that rise within a slot."""
+    found = many(rows, len(slots))
+    counters = [slots[:place].count(slot) for place, slot in enumerate(slots)]
+    return replace(found, seq_slots=np.array(slots, np.int32), counters=np.array(counters, np.uint64))
+
+
+ROWS = 5  # the last of which two threads sample together
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_behind_drafted_tokens_are_those_of_one_step_each(
+    kernels: Kernels, temperature: float, with_logprobs: bool
+) -> None:
+    """Penalties count what was drafted before a row; the slot goes on from the last row that counts."""
+    rng = np.random.default_rng(int(temperature) + 2 * with_logprobs)
+    logits = rng.normal(size=(ROWS, VOCAB)).astype(np.float32)
+    masks = rng.random((ROWS, VOCAB)) < 0.5
+    asked = rows_with(
+        temperature=temperature,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.7,
+        num_logprobs=NUM_TOP if with_logprobs else 0,
+        seeds=9,
+        logit_bias={3: 1.5},
+    )
+    start = np.zeros(VOCAB, np.uint32)
+    start[[1, 5]] = 1 << 31, 2
+    counts, chosen, likely = start.copy(), list[int](), list[bytes]()
+    for row in range(ROWS):
+        one = Sampler(kernels, logits[row : row + 1], counts, masks[row : row + 1])
+        found = one.rows(replace(asked, counters=np.array([row], np.uint64)))
+        chosen.append(int(found.token[0]))
+        likely.append(found.bits())
+    assert counts.sum() - start.sum() == ROWS
+
+    for num_right in range(ROWS):
+        inputs = [0, *chosen[:num_right], *((token + 1) % VOCAB for token in chosen[num_right:-1])]
+        now = start.copy()
+        sampler = Sampler(kernels, logits, now, masks, inputs)
+        found = sampler.rows(drafted_rows(asked, [0] * ROWS))
+        assert found.token[: num_right + 1].tolist() == chosen[: num_right + 1]
+        rows = [
+            Sampled(*(getattr(found, each.name)[row : row + 1] for each in dataclasses.fields(found)))
+            for row in range(ROWS)
+        ]
+        assert [row.bits() for row in rows[: num_right + 1]] == likely[: num_right + 1]
+        assert sampler.last_ids[0] == chosen[num_right]
+        after = start.copy()
+        np.add.at(after, chosen[: num_right + 1], 1)
+        assert np.array_equal(now, after)
+
+
+def test_slots_with_and_without_drafts_share_a_step(kernels: Kernels) -> None:
+    logits = np.random.default_rng(4).normal(size=(5, VOCAB)).astype(np.float32)
+    alone = [int(row.argmax()) for row in logits]
+    sampler = Sampler(kernels, logits, inputs=[0, 0, alone[1], 7, 0])
+    assert alone[2] != 7
+    found = sampler.rows(drafted_rows(rows_with(), [0, 1, 1, 1, 2]))
+    assert found.token.tolist() == alone, "a row of greedy sampling depends on no other"
+    assert sampler.last_ids[:3].tolist() == [alone[0], alone[2], alone[4]]

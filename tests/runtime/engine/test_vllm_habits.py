@@ -180,8 +180,34 @@ def test_options_that_are_not_here_are_told_in_a_line(name: str) -> None:
 def test_options_by_their_name_in_vllm(tiny_artifact: Path) -> None:
     with LLM(tiny_artifact, kv_cache_memory_bytes=1 << 20, scheduling_policy="priority", max_num_seqs=2) as llm:
         assert llm.generate("a", SamplingParams(priority=3, max_tokens=1))[0].finished
-    with pytest.raises(ConfigError, match="speculative_config is not built yet: tokens are not drafted; leave it out"):
-        LLM(tiny_artifact, speculative_config={"method": "ngram"})
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, {}),
+        ({"method": "ngram"}, {"speculate": "ngram"}),
+        ({"method": "ngram", "num_speculative_tokens": 4}, {"speculate": "ngram", "speculate_tokens": 4}),
+    ],
+)
+def test_its_speculation_is_ours(given: Any, found: dict[str, Any]) -> None:
+    assert keywords.engine_options({"speculative_config": given}) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"method": "eagle", "model": "x"}, "expected the method ngram: others are not built yet"),
+        ("ngram", "expected the method ngram"),
+        (
+            {"method": "ngram", "prompt_lookup_max": 4},
+            "speculative_config: prompt_lookup_max is no option here: the longest earlier match is taken; leave it out",
+        ),
+    ],
+)
+def test_what_its_speculation_has_more_is_told(given: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        keywords.engine_options({"speculative_config": given})
 
 
 def test_scores_of_pairs_are_told(llm: LLM) -> None:

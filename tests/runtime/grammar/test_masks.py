@@ -67,6 +67,25 @@ class Steps:
         self.maker.mask(plan, self.tokens, self.prompt_len, self.num_known)
         return plan
 
+    def drafting(self, *rows: tuple[int, list[int]]) -> StepPlan:
+        """Return a plan that samples, for slots 0, 1, …, the output's token at a place and one behind each draft."""
+        slots = np.repeat(np.arange(len(rows)), [1 + len(drafted) for _, drafted in rows]).astype(np.int32)
+        counters = [count + place for count, drafted in rows for place in range(len(drafted) + 1)]
+        token_ids = np.array([token for _, drafted in rows for token in (0, *drafted)], np.int32)
+        places, none = np.arange(len(slots), dtype=np.int32), np.zeros(0, np.int32)
+        sample = SampleRows.greedy(slots).with_counters(np.array(counters, np.uint64))
+        num_drafted = np.array([len(drafted) for _, drafted in rows], np.int32)
+        plan = StepPlan(
+            token_ids, places.astype(np.int64), none, none, slots, places, (), (), sample, num_drafted=num_drafted
+        )
+        self.maker.mask(plan, self.tokens, self.prompt_len, self.num_known)
+        return plan
+
+    def fit(self, slot: int, *drafted: int) -> int:
+        """Return how many drafted tokens a slot's grammar has behind what is known."""
+        known = int(self.num_known[slot])
+        return self.maker.fit(slot, self.tokens[slot], int(self.prompt_len[slot]), known, list(drafted))
+
     def masks(self, plan: StepPlan, *last_ids: int) -> list[list[int]]:
         """Return the tokens that each slot's row may choose; last_ids: what the step before sampled, by slot."""
         assert plan.masks is not None
@@ -141,3 +160,37 @@ def test_ranks_share_masks() -> None:
     steps = Steps(Counting())
     plan = steps.plan(0)
     assert steps.masks(plan) == steps.masks(plan) == [[0, END]]
+
+
+def test_each_drafted_token_has_a_mask_behind_it() -> None:
+    steps = Steps(Counting(), None, Counting())
+    steps.masks(steps.plan(0, 0, 0))
+    steps.known(0, 0)
+    steps.known(2, 0)
+    plan = steps.drafting((1, [1, 2]), (1, [8]), (1, []))
+    assert steps.masks(plan) == [[1, END], [2, END], [3, END], [], [], [1, END]]
+    steps.known(0, 1, 5)  # the second draft was not chosen
+    steps.known(2, 1)
+    assert plan.masks is not None
+    again = steps.drafting((3, []), (2, []), (2, [2, END]))
+    assert steps.masks(again) == [[], [], [2, END], [3, END], list(range(VOCAB))], "5 is not what its mask allowed"
+
+
+def test_drafts_that_were_not_chosen_are_taken_back() -> None:
+    matcher = Counting()
+    steps = Steps(matcher)
+    steps.masks(steps.plan(0))
+    steps.known(0, 0)
+    assert steps.masks(steps.drafting((1, [1, 2, 3]))) == [[1, END], [2, END], [3, END], [4, END]]
+    steps.known(0, 1)
+    assert steps.masks(steps.plan(2)) == [[2, END]] and matcher.rollbacks == [2]
+
+
+def test_only_drafts_that_the_grammar_has_fit() -> None:
+    matcher = Counting()
+    steps = Steps(matcher, None)
+    assert steps.fit(1, 9, 9, 9) == 3
+    assert steps.fit(0, 0, 1, 2) == 3 and steps.fit(0, 0, 7, 2) == 1 and steps.fit(0, 5) == 0
+    assert steps.masks(steps.plan(0, 0)) == [[0, END], []], "what was tried is taken back"
+    steps.known(0, 0, 1)
+    assert steps.fit(0, 2, END, 3) == 2

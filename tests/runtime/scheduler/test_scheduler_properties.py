@@ -123,6 +123,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         "offload_in_place": draw(st.booleans()),
         "mover": mover,
         "overcommit": draw(st.booleans()),
+        "drafts": draw(st.one_of(st.none(), st.integers(0, 2**16))),
     }
     engine = make_engine(**options)
     if draw(st.booleans()):
@@ -191,10 +192,11 @@ def run(scene: Scene) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str,
             if output.finish_reason == "error":
                 assert not output.token_ids and output.logprobs is None
             else:
-                assert len(output.token_ids) == 1
+                assert len(output.token_ids) == 1 or (scene.options["drafts"] is not None and output.token_ids)
                 wanted = requests[int(output.request_id)].params.logprobs
                 assert (output.logprobs is not None) == (wanted is not None)
                 assert all(len(entry.top) == wanted for entry in output.logprobs or ())
+                assert wanted is None or [entry.token_id for entry in output.logprobs or ()] == output.token_ids
             ids[key] += output.token_ids
             if output.finish_reason is not None:
                 reasons[key] = output.finish_reason

@@ -12,6 +12,7 @@ EXPORT void test_philox(u64 key, u64 counter, u32* out) {
 // All rows, with `bytes` of scratch for each thread.
 EXPORT void test_sample(void* pool, const SampleArgs* a, float* logits, char* scratch, i64 bytes) {
   on(pool, [&](Team& t) { sample_rows(t, *a, 0, a->step->num_rows, {logits, a->vocab_size}, {scratch, bytes}); });
+  keep_chosen(*a);
 }
 EXPORT void test_score(void* pool, const ScoreArgs* a, const float* logits, char* scratch, i64 bytes) {
   on(pool, [&](Team& t) { score_rows(t, *a, 0, a->step->num_rows, {logits, a->vocab_size}, {scratch, bytes}); });

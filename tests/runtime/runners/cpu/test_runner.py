@@ -122,14 +122,25 @@ def test_late_ids_are_filled_in_from_the_step_before(runner: CpuRunner) -> None:
     assert [int(runner.wait().token_ids[0]) for _ in range(5)] == expected
 
 
-def test_a_slot_with_several_rows_goes_on_with_the_last(runner: CpuRunner) -> None:
-    prompt = [(7 * index) % 90 for index in range(80)]
-    expected = generate(runner, 0, prompt, 2)
-    for _ in range(20):
-        runner.submit(make_plan([(1, prompt, 0)], all_rows=True))
-        plan = make_plan([(1, [0], len(prompt))])
+def test_a_slot_goes_on_from_the_last_row_that_counts(runner: CpuRunner) -> None:
+    """Each row behind a drafted token has the token that a step of its own has; one behind a wrong draft is in vain."""
+    chosen = generate(runner, 0, PROMPT, 6)
+    run(runner, make_plan([(1, PROMPT, 0)]))
+    for num_right in (3, 0, 1):
+        drafts = [chosen[0], *chosen[1 : num_right + 1], *((each + 1) % 90 for each in chosen[num_right + 1 : 5])]
+        runner.submit(make_plan([(1, drafts, len(PROMPT))], all_rows=True))
+        plan = make_plan([(1, [0], len(PROMPT) + num_right + 1)])
         runner.submit(replace(plan, pending_rows=np.array([0], np.int32), pending_slots=np.array([1], np.int32)))
-        assert [int(runner.wait().token_ids[-1]) for _ in range(2)] == expected
+        assert runner.wait().token_ids[: num_right + 1].tolist() == chosen[1 : num_right + 2]
+        assert runner.wait().token_ids.tolist() == chosen[num_right + 2 : num_right + 3]
+
+
+def test_a_scored_text_has_more_rows_than_may_be_drafted(runner: CpuRunner) -> None:
+    prompt = [(7 * index) % 90 for index in range(80)]
+    assert len(run(runner, make_plan([(1, prompt, 0)], all_rows=True))) == 80
+    runner.reset_slot(1, np.array([3], np.int32))
+    runner.submit(make_plan([(1, prompt, 0)], all_rows=True))
+    assert "sample refused its arguments" in str(runner.wait().error)
 
 
 def test_a_prefill_chunk_samples_nothing(runner: CpuRunner) -> None:

@@ -1,0 +1,90 @@
+"""The choice of how many tokens to draft for each sequence of a step: as many as make tokens come fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from inferc.runtime.speculation.drafter import Offer
+from inferc.runtime.step.plan import F64, I64
+
+MOST_KINDS = 16
+STRENGTH = 6.0  # drafted tokens for which what is assumed of a kind counts
+OF_KIND = 4.0  # drafted tokens for which what is known of the kind counts for a sequence
+FORGETTING = 0.97  # the weight of an outcome relative to the one after it
+MARGIN = 1.02  # how much faster tokens must come with drafts than without
+
+
+class Acceptance:
+    """The share of drafted tokens that the model chose, by kind of draft, and by sequence."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._tried: F64 = np.zeros(MOST_KINDS)
+        self._chosen: F64 = np.zeros(MOST_KINDS)
+        self._tried_of: F64 = np.zeros(num_slots)
+        self._chosen_of: F64 = np.zeros(num_slots)
+
+    def begin(self, slot: int) -> None:
+        """Forget the sequence that had a slot before."""
+        self._tried_of[slot] = self._chosen_of[slot] = 0.0
+
+    def rate(self, slot: int, offer: Offer) -> float:
+        """Return the probability that a drafted token is chosen if those before it were."""
+        kind = offer.kind
+        of_kind = (STRENGTH * offer.expected + self._chosen[kind]) / (STRENGTH + self._tried[kind])
+        return float((OF_KIND * of_kind + self._chosen_of[slot]) / (OF_KIND + self._tried_of[slot]))
+
+    def learn(self, slot: int, kind: int, num_drafted: int, num_chosen: int) -> None:
+        """Note that a sequence chose the first `num_chosen` of its drafted tokens; those behind tell nothing."""
+        tried = min(num_drafted, num_chosen + 1)
+        for all_tried, all_chosen, at in (
+            (self._tried, self._chosen, kind),
+            (self._tried_of, self._chosen_of, slot),
+        ):
+            keep = FORGETTING**tried
+            all_tried[at] = all_tried[at] * keep + tried
+            all_chosen[at] = all_chosen[at] * keep + num_chosen
+
+    def relent(self, slot: int) -> None:
+        """Trust a sequence a little more, so that it is tried again some time."""
+        self._tried_of[slot] *= FORGETTING
+        self._chosen_of[slot] *= FORGETTING
+
+
+def choose_counts(
+    most: Sequence[int], rates: Sequence[float], num_tokens: int, times: F64, waiting: float, depth_cost: float
+) -> list[int]:
+    """Return how many tokens to draft for each sequence so that a step's tokens per second are the most.
+
+    most, rates: by sequence, how many can be drafted, and the probability that each is chosen after those before it.
+    num_tokens: the tokens of the step without drafts, one of each decoding sequence.
+    times: of steps by number of tokens. waiting: what a step with drafts takes longer, since it begins when the one
+    before it has landed; depth_cost: what each token more of the longest draft takes; both in units of `times`.
+
+    With probability p of each token, the i-th of a draft is worth p^i tokens (Leviathan et al. 2023, arXiv:2211.17192).
+    The tokens of all drafts are taken in the order of their worth, as long as the step still gains.
+    """
+    worths: list[tuple[float, int]] = []
+    for index, (count, rate) in enumerate(zip(most, rates, strict=True)):
+        worths += [(rate**depth, index) for depth in range(1, count + 1)]
+    worths.sort(reverse=True)
+    worths = worths[: len(times) - 1 - num_tokens]
+    counts = [0] * len(most)
+    if not worths:
+        return counts
+    gains = np.cumsum([worth for worth, _ in worths])
+    order: I64 = np.array([index for _, index in worths])
+    depths = np.zeros(len(order), np.int64)
+    seen = [0] * len(most)
+    for at, index in enumerate(order.tolist()):
+        seen[index] += 1
+        depths[at] = seen[index]
+    cost = times[num_tokens + 1 : num_tokens + 1 + len(order)] + waiting + depth_cost * np.maximum.accumulate(depths)
+    speeds = (num_tokens + gains) / cost
+    best = int(speeds.argmax())
+    if speeds[best] * times[num_tokens] < MARGIN * num_tokens:
+        return counts
+    for index in order[: best + 1].tolist():
+        counts[index] += 1
+    return counts

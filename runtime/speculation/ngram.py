@@ -1,0 +1,127 @@
+"""The drafter that repeats: it finds where the last tokens of a sequence occurred before, and drafts what followed.
+
+It helps where answers quote: edits of code, summaries, tables, calls of tools. Source of the idea: Saxena 2023, "Prompt
+Lookup Decoding". Earlier places are found as in a compressor (Ziv and Lempel 1977): each pair of tokens is chained to
+the place where the same pair occurred before. A chain takes eight bytes a token where the states of a suffix automaton
+take hundreds, and of the places on it the one is taken whose tokens before agree the longest.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+
+from inferc.runtime.scheduler.batch import Batch
+from inferc.runtime.speculation.drafter import NOTHING, Offer
+from inferc.runtime.step.plan import I32
+from inferc.runtime.step.sequence import Sequence as Seq
+
+MOST_PLACES = 32  # earlier places that are compared, the latest first
+LONGEST = 16  # tokens that are compared at each
+INDEXED_AT_ONCE = 4096  # tokens of a prompt that are indexed between two steps, in about a millisecond
+# The kinds of matches by their length in tokens, and the share of drafted tokens that the model is assumed to choose.
+KINDS = ((2, 0.35), (3, 0.5), (5, 0.7), (9, 0.85))
+PROMISING = 5  # tokens of a match for which it is worth to wait after drafts of late were in vain
+
+
+class PairIndex:
+    """The places of all pairs of tokens of one growing sequence."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}  # by pair, the place of its second token
+        self._before = array("i")  # by place, the place before it of the same pair; -1: none
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that are indexed."""
+        return len(self._before)
+
+    def extend(self, tokens: I32, end: int) -> None:
+        """Index the tokens [num_tokens, end) of the sequence."""
+        start = len(self._before)
+        if start >= end:
+            return
+        ids = tokens[max(0, start - 1) : end].tolist()
+        last, before = self._last, self._before
+        if start == 0:
+            before.append(-1)
+            start = 1
+        for place, (first, second) in enumerate(pairwise(ids), start):
+            pair = first << 32 | second
+            before.append(last.get(pair, -1))
+            last[pair] = place
+
+    def longest_match(self, tokens: I32, end: int) -> tuple[int, int]:
+        """Return where the longest match of the tokens before `end` ends, and its length; (-1, 0) if there is none.
+
+        All tokens are indexed. Of matches of one length it is the latest. A match of LONGEST tokens is not looked at
+        further.
+        """
+        place, best, length = (self._before[end - 1] if end > 1 else -1), -1, 0
+        recent = tokens[max(0, end - LONGEST) : end].tolist()
+        for _ in range(MOST_PLACES):
+            if place < 0:
+                break
+            first = max(0, place + 1 - len(recent))
+            there = tokens[first : place + 1].tolist()
+            count = 0
+            for mine, other in zip(reversed(recent), reversed(there), strict=False):
+                if mine != other:
+                    break
+                count += 1
+            if count > length:
+                best, length = place, count
+                if count == LONGEST:
+                    break
+            place = self._before[place]
+        return best, length
+
+
+class NgramDrafter:
+    """The drafter of what followed the last tokens where they occurred before, in the prompt or in the answer.
+
+    most: the most tokens that are drafted at once.
+    """
+
+    depth_cost = 0.0
+
+    def __init__(self, num_slots: int, most: int) -> None:
+        self._most = most
+        self._indices: list[tuple[Seq | None, PairIndex]] = [(None, PairIndex())] * num_slots
+        self._places: dict[int, int] = {}  # by slot, where the match ends that was offered
+
+    def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
+        """Return the continuation of the longest match of each sequence."""
+        self._places.clear()
+        return [self._offer(batch, slot) for slot in slots]
+
+    def _offer(self, batch: Batch, slot: int) -> Offer:
+        place, length = self._match(batch, slot)
+        if length < KINDS[0][0]:
+            return NOTHING
+        self._places[slot] = place
+        kind = sum(length >= least for least, _ in KINDS) - 1
+        return Offer(self._most, kind, KINDS[kind][1])
+
+    def draft(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        """Return what followed each match; where it reaches the end of the sequence, it goes on from its beginning."""
+        drafts = []
+        for slot, count in zip(slots, counts, strict=True):
+            start, end = self._places[slot] + 1, int(batch.num_known[slot])
+            ids = batch.tokens[slot, start : min(end, start + count)].tolist()
+            drafts.append((ids * -(-count // len(ids)))[:count])
+        return drafts
+
+    def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
+        """Return whether any sequence has a long match."""
+        return any(self._match(batch, slot)[1] >= PROMISING for slot in slots)
+
+    def _match(self, batch: Batch, slot: int) -> tuple[int, int]:
+        seq, index = self._indices[slot]
+        if seq is not batch.seqs[slot]:
+            index = PairIndex()
+            self._indices[slot] = batch.seqs[slot], index
+        tokens, end = batch.tokens[slot], int(batch.num_known[slot])
+        index.extend(tokens, min(end, index.num_tokens + INDEXED_AT_ONCE))
+        return index.longest_match(tokens, end) if index.num_tokens == end else (-1, 0)

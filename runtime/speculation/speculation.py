@@ -1,0 +1,128 @@
+"""The speculation of one engine: when to wait for tokens, how many to draft, and what became of them.
+
+Every token that an answer gets is the one that its model chooses, at that place, with the random number of that place:
+a drafted token decides only whether the next one can be computed in the same step. So answers are the same with any
+drafter and with none, greedy or sampled, and their distribution is the model's own. This is simpler than rejection
+sampling (Leviathan et al. 2023, arXiv:2211.17192), which keeps the distribution but not the tokens.
+
+A step is usually scheduled while the one before it still samples. A draft continues tokens that are known, so with
+speculation a step is scheduled after the one before it has landed. If nothing is gained, that stops for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from inferc.runtime.scheduler.batch import Batch
+from inferc.runtime.speculation.drafter import Drafter
+from inferc.runtime.speculation.lengths import Acceptance, choose_counts
+from inferc.runtime.speculation.step_times import StepTimes
+
+PATIENCE = 8  # steps without a draft after which steps do not wait for one
+LEAST_REST, MOST_REST = 16, 256  # steps for which they do not
+WAITING_LEARNING = 0.1  # the weight of the newest step in how long steps wait to be scheduled
+
+Fit = Callable[[int, list[int]], int]
+"""A function that returns how many of some drafted tokens of a slot's sequence its grammar has."""
+
+
+@dataclass
+class SpeculationStats:
+    """The tokens that were drafted, and how many of them the model chose."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_drafts: int = 0
+
+
+class Speculation:
+    """The speculation for the running sequences of an engine; see the module."""
+
+    def __init__(self, drafter: Drafter, num_slots: int) -> None:
+        self.stats = SpeculationStats()
+        self.fit: Fit = lambda _, ids: len(ids)
+        self.times = StepTimes()
+        self.drafter = drafter
+        self._acceptance = Acceptance(num_slots)
+        self._owners: list[object] = [None] * num_slots
+        self._kinds: dict[int, int] = {}  # by slot, the kind of what was drafted
+        self._waiting = 0.0  # seconds from the landing of a step to the start of the next
+        self._num_vain = 0  # steps in a row that waited, and for which nothing was drafted
+        self._rest, self._next_rest = 0, LEAST_REST
+
+    def wants_ids(self, batch: Batch) -> bool:
+        """Return whether the next step is to be scheduled when all tokens before it are known."""
+        if not len(batch.order):
+            return False
+        if self._rest <= 0:
+            return True
+        self._rest -= 1
+        if self._rest and not self.drafter.is_promising(batch, batch.decoding().tolist()):
+            return False
+        self._rest, self._num_vain = 0, PATIENCE // 2
+        return True
+
+    def draft(self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int) -> list[list[int]]:
+        """Return the tokens to draft for each of some decoding sequences, whose tokens are all known.
+
+        room: how many tokens each can take. num_tokens: the tokens of the step without drafts.
+        """
+        offers = self.drafter.offers(batch, slots)
+        for slot in slots:
+            if self._owners[slot] is not batch.seqs[slot]:
+                self._owners[slot] = batch.seqs[slot]
+                self._acceptance.begin(slot)
+        most = [min(offer.most, count) for offer, count in zip(offers, room, strict=True)]
+        rates = [self._acceptance.rate(slot, offer) for slot, offer in zip(slots, offers, strict=True)]
+        unit = self.times.seconds_per_unit
+        waiting = self._waiting / unit
+        counts = choose_counts(most, rates, num_tokens, self.times.times, waiting, self.drafter.depth_cost)
+        for slot, count, each in zip(slots, counts, most, strict=True):
+            if each and not count:
+                self._acceptance.relent(slot)
+        chosen = [at for at, count in enumerate(counts) if count]
+        drafts: list[list[int]] = [[] for _ in slots]
+        if chosen:
+            found = self.drafter.draft(batch, [slots[at] for at in chosen], [counts[at] for at in chosen])
+            for at, ids in zip(chosen, found, strict=True):
+                drafts[at] = self._fitting(batch, slots[at], ids)
+                self._kinds[slots[at]] = offers[at].kind
+        self._note(any(drafts))
+        return drafts
+
+    def _fitting(self, batch: Batch, slot: int, ids: list[int]) -> list[int]:
+        """Return the first drafted tokens that do not end the sequence, and that its grammar has."""
+        seq = batch.seqs[slot]
+        assert seq is not None
+        for count, token in enumerate(ids):
+            if token in seq.stop_ids:
+                ids = ids[:count]
+                break
+        return ids[: self.fit(slot, ids)] if ids else ids
+
+    def _note(self, has_drafted: bool) -> None:
+        if has_drafted:
+            self._num_vain = 0
+            return
+        self._num_vain += 1
+        if self._num_vain >= PATIENCE:
+            self._rest, self._num_vain = self._next_rest, 0
+            self._next_rest = min(MOST_REST, 2 * self._next_rest)
+
+    def landed(self, slot: int, num_drafted: int, num_accepted: int) -> None:
+        """Note how many of a sequence's drafted tokens were chosen."""
+        self.stats.num_drafts += 1
+        self.stats.num_drafted += num_drafted
+        self.stats.num_accepted += num_accepted
+        self._acceptance.learn(slot, self._kinds[slot], num_drafted, num_accepted)
+        if num_accepted:
+            self._next_rest = LEAST_REST
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn how long a step of decoding sequences took."""
+        self.times.observe(num_tokens, seconds)
+
+    def observe_waiting(self, seconds: float) -> None:
+        """Learn how long it took from the landing of a step to the start of the next."""
+        self._waiting += WAITING_LEARNING * (seconds - self._waiting)

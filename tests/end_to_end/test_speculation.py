@@ -1,0 +1,290 @@
+"""Speculation on compiled artifacts: with any drafts, the tokens of every answer are those that it has without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_drafts import AnyDrafts, ScriptedDrafter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inferc import LLM, SamplingParams, StructuredOutputs
+from inferc.compiler.build import compile
+from inferc.config import CompileConfig
+from inferc.errors import ConfigError, UnsupportedError
+from inferc.runtime.engine import load
+from inferc.runtime.engine.engine import Engine
+from inferc.runtime.engine.load import load_engine
+from inferc.runtime.step.sequence import Sequence
+
+PROMPTS = {
+    "short": [5, 6],
+    "repeats": [7, 8, 9, 10, 11, 7, 8, 9, 10, 11, 7, 8, 9],
+    "long": list(range(20, 90)),
+    "longer": [*range(20, 90), 3, 4],  # shares blocks with the one before
+}
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<call"],
+        "tags": [{"begin": "<call>", "content": {"type": "regex", "pattern": "[a-z]{2,9}"}, "end": "</call>"}],
+    },
+}
+FORMS: dict[str, dict[str, Any] | None] = {
+    "free": None,
+    "schema": {
+        "json": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 6}, "kind": {"enum": ["small", "large"]}},
+            "required": ["name", "kind"],
+        },
+        "disable_any_whitespace": True,
+    },
+    "regex": {"regex": r"[a-z]{10,14}-\d{4}"},
+    "tool": {"structural_tag": TAG},
+}
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 1.5, "seed": 7},
+    "penalized": {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.4, "top_k": 20},
+    "penalized greedy": {"temperature": 0, "presence_penalty": 1.5, "logit_bias": {9: 2.0}},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "logprobs": {"logprobs": 2},
+    "minimum": {"min_tokens": 6},
+    "stop id": {"stop_token_ids": tuple(range(0, 96, 7))},
+    "two": {"n": 2},
+}
+SCHEMES: dict[str, Any] = {"float32": None, "int8": "int8", "int4": "int4"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of the product."""
+
+    prompt: str
+    form: str
+    how: str
+    others: str = "plain"
+    max_tokens: int = 24
+
+    @property
+    def params(self) -> SamplingParams:
+        form = FORMS[self.form]
+        # Of a form an answer may not end before it has it, whatever min_tokens says.
+        others = {} if self.others == "minimum" and form is not None else OTHERS[self.others]
+        wanted = None if form is None else StructuredOutputs.of(form)
+        return SamplingParams(max_tokens=self.max_tokens, structured_outputs=wanted, **{**HOW[self.how], **others})
+
+
+@dataclass
+class Answered:
+    """An engine's answer to a request: per output its tokens, how it ended, and log probabilities."""
+
+    tokens: list[list[int]]
+    reasons: list[str | None]
+    logprobs: list[list[tuple[int, float, int]]]
+
+
+def answer(engine: Engine, asked: dict[str, Asked], arrivals: dict[str, int] | None = None) -> dict[str, Answered]:
+    """Run requests together, each from its step on, and return what each got."""
+    found = {
+        name: Answered([[] for _ in range(n)], [None] * n, [[] for _ in range(n)])
+        for name, each in asked.items()
+        for n in (each.params.n,)
+    }
+    waiting = dict(sorted(asked.items(), key=lambda item: (arrivals or {}).get(item[0], 0)))
+    for step in range(10_000):
+        for name in [name for name in waiting if (arrivals or {}).get(name, 0) <= step]:
+            each = waiting.pop(name)
+            engine.add_request(name, PROMPTS[each.prompt], each.params)
+        if not engine.has_work and not waiting:
+            return found
+        for output in engine.step():
+            own = found[output.request_id]
+            own.tokens[output.index] += output.token_ids
+            own.reasons[output.index] = output.finish_reason
+            own.logprobs[output.index] += [(one.token_id, one.logprob, one.rank) for one in output.logprobs or ()]
+        engine.scheduler.check_integrity()
+    raise AssertionError("a sequence starves")
+
+
+class Machines:
+    """The engines of one artifact: one without drafts, and some whose drafts are any."""
+
+    VARIANTS: tuple[dict[str, Any], ...] = (
+        {},
+        {"prefix_cache": False, "num_threads": 2},
+        {"max_num_batched_tokens": 12, "max_num_seqs": 4},
+        {"kv_blocks": 6, "overcommit": True},
+    )
+
+    def __init__(self, path: Path) -> None:
+        self._known: dict[Asked, Answered] = {}
+        self.plain = load_engine(path, num_threads=1, max_num_seqs=2)
+        self.drafter = ScriptedDrafter(self._go_on, self.plain.model.vocab_size)
+        block_bytes = self.plain.scheduler.config.block_size * 2 * 2 * 2 * 16 * 4
+        self._asked: dict[str, Asked] = {}
+        self.engines = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(load, "_make_speculation", lambda config: AnyDrafts(self.drafter, config.max_num_seqs))
+            for variant in self.VARIANTS:
+                options = {"num_threads": 1, "max_num_seqs": 8, **variant}
+                if "kv_blocks" in options:
+                    options["kv_memory_bytes"] = options.pop("kv_blocks") * block_bytes
+                self.engines.append(load_engine(path, speculate="ngram", **options))
+
+    def alone(self, asked: Asked) -> Answered:
+        """Return what a request gets alone, without drafts."""
+        if asked not in self._known:
+            self._known[asked] = answer(self.plain, {"alone": asked})["alone"]
+        return self._known[asked]
+
+    def together(self, variant: int, asked: list[Asked], steps: list[int]) -> list[Answered]:
+        """Return what requests get together, with drafts; steps: when each arrives."""
+        names = [f"{number}" for number in range(len(asked))]
+        self._asked = dict(zip(names, asked, strict=True))
+        found = answer(self.engines[variant], self._asked, dict(zip(names, steps, strict=True)))
+        return [found[name] for name in names]
+
+    def _go_on(self, seq: Sequence, known: list[int], count: int) -> list[int]:
+        tokens = self.alone(self._asked[seq.request_id]).tokens[seq.index]
+        done = len(known) - seq.prompt_len
+        return tokens[done : done + count]
+
+    def close(self) -> None:
+        for engine in (self.plain, *self.engines):
+            engine.close()
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def machines(
+    request: pytest.FixtureRequest, tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Machines]:
+    out = tmp_path_factory.mktemp("speculation") / "out"
+    compile(tiny_llama_folder, out, CompileConfig(quantize=SCHEMES[request.param], certify="none"))
+    made = Machines(out)
+    yield made
+    made.close()
+
+
+requests = st.builds(
+    Asked, *(st.sampled_from(sorted(each)) for each in (PROMPTS, FORMS, HOW, OTHERS)), max_tokens=st.integers(1, 24)
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    variant=st.integers(0, len(Machines.VARIANTS) - 1),
+    asked=st.lists(requests, min_size=1, max_size=6),
+    steps=st.lists(st.integers(0, 12), min_size=6, max_size=6),
+    right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_the_product_of_all_features_has_the_same_tokens(
+    machines: Machines, variant: int, asked: list[Asked], steps: list[int], right: float, seed: int
+) -> None:
+    """Greedy and seeded, free and held to a form, cached or not, alone, batched, in chunks and preempted."""
+    expected = [machines.alone(each) for each in asked]
+    machines.drafter.random.seed(seed)
+    machines.drafter.right = right
+    assert machines.together(variant, asked, steps[: len(asked)]) == expected
+
+
+def test_right_drafts_save_steps_and_wrong_ones_cost_none(machines: Machines) -> None:
+    asked, engine = Asked("short", "free", "seeded", max_tokens=24), machines.engines[0]
+    engine.scheduler.drafts._speculator.wants_ids = lambda batch: True  # type: ignore[attr-defined]
+    alone = machines.alone(asked)
+    length, steps = len(alone.tokens[0]), {}
+    assert length > 8
+    for right in (0.0, 1.0):
+        machines.drafter.right = right
+        before = engine.stats()
+        assert machines.together(0, [asked], [0]) == [alone]
+        now = engine.stats()
+        steps[right] = now.num_steps - before.num_steps
+        num_accepted, num_drafted = now.num_accepted - before.num_accepted, now.num_drafted - before.num_drafted
+        assert num_drafted > 0 and (num_accepted == num_drafted) == (right == 1.0)
+        assert now.output_tokens - before.output_tokens == length
+        assert steps[right] == length - num_accepted
+    assert steps[1.0] < 0.7 * steps[0.0]
+
+
+# --------------------------------------------------------------------------------------------- as people use it
+
+
+TEXT = "def add(first, second):\n    return first + second\n\ndef add(first, second):\n    return"
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_artifact: Path) -> Iterator[LLM]:
+    with LLM(tiny_artifact, max_num_seqs=4, num_threads=1) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def ngram(tiny_artifact: Path) -> Iterator[LLM]:
+    with LLM(tiny_artifact, max_num_seqs=4, num_threads=1, speculate="ngram", speculate_tokens=5) as made:
+        yield made
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_ngram_gives_the_same_answers(plain: LLM, ngram: LLM, how: str) -> None:
+    params = SamplingParams(max_tokens=48, ignore_eos=True, **{**HOW[how], "logit_bias": {30: 9.0, 31: 8.5, 32: 8.0}})
+    expected = plain.generate([TEXT, TEXT[:20]], params)
+    found = ngram.generate([TEXT, TEXT[:20]], params)
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    assert [one.outputs[0].text for one in found] == [one.outputs[0].text for one in expected]
+    assert ngram.stats().num_drafted > 0 and plain.stats().num_drafted == 0
+
+
+def test_an_answer_ends_at_its_stop_string_whatever_came_with_it(plain: LLM, ngram: LLM) -> None:
+    """Tokens behind the stop string that came in the same step are no part of the answer."""
+    free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias={40: 9.0, 41: 8.9}, logprobs=0)
+    text = plain.generate(TEXT, free)[0].outputs[0].text
+    for start in range(3, 12, 2):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=40,
+            ignore_eos=True,
+            logit_bias={40: 9.0, 41: 8.9},
+            logprobs=0,
+            stop=(text[start : start + 2],),
+        )
+        (one,), (other,) = (llm.generate(TEXT, params)[0].outputs for llm in (plain, ngram))
+        assert (one.text, one.token_ids, one.finish_reason, one.stop) == (
+            other.text,
+            other.token_ids,
+            other.finish_reason,
+            other.stop,
+        )
+        assert one.logprobs == other.logprobs and len(other.logprobs or ()) == len(other.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"speculate": "medusa:x"}, "speculate is 'medusa:x': medusa is not built yet; expected none or ngram"),
+        ({"speculate": "eagle3:x"}, "eagle3 is not built yet"),
+        ({"speculate": "fast"}, "speculate is 'fast', expected none or ngram"),
+        ({"speculate": "ngram", "speculate_tokens": 64}, "speculate_tokens is 64, expected 1 to 63"),
+        ({"speculate": "ngram", "kv_evict": "sinks:4+window:64"}, "does not go with --kv-evict: a token that is not"),
+        ({"speculate": "ngram", "tap": ("logits",)}, "--speculate ngram does not go with --tap: the values"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_speculation_is_told(tiny_artifact: Path, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_engine(tiny_artifact, **options)
+
+
+def test_a_target_that_computes_no_drafts_refuses_them(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    compile(tiny_llama_folder, tmp_path / "out", CompileConfig(target="onnx", certify="none"))
+    with pytest.raises(UnsupportedError, match=r"--speculate ngram: .* its steps sample one token of a sequence"):
+        load_engine(tmp_path / "out", speculate="ngram")
