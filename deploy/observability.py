@@ -352,6 +352,32 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 most=1.0,
             ),
             Panel(
+                "Drafted tokens that were right",
+                (
+                    (
+                        (
+                            f"{_rate('inferc_drafted_tokens_accepted_total')}"
+                            f" / ({_rate('inferc_drafted_tokens_total')} > 0)"
+                        ),
+                        "{{model_name}}",
+                    ),
+                ),
+                "percentunit",
+                "With --speculate alone.",
+                most=1.0,
+            ),
+            Panel(
+                "Drafted tokens",
+                (
+                    (f"{_rate('inferc_drafted_tokens_accepted_total')}", "right {{model_name}}"),
+                    (
+                        f"{_rate('inferc_drafted_tokens_total')} / ({_rate('inferc_drafts_total')} > 0)",
+                        "at once {{model_name}}",
+                    ),
+                ),
+                help="A second, each of which saved a step; and how many were drafted at once.",
+            ),
+            Panel(
                 "Preemptions, evictions",
                 (
                     (_rate("inferc_preemptions_total"), "preempted {{model_name}}"),
