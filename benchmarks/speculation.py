@@ -25,6 +25,7 @@ from measured import report
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
+from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import Offer
 from inferc.runtime.speculation.speculation import Speculation
@@ -58,12 +59,18 @@ ACCEPTANCES = (0.0, 0.5, 0.7, 0.8, 0.9)
 class Oracle:
     """A drafter that knows the answers, and drafts each token right with one probability."""
 
-    depth_cost = 0.0
+    depth_seconds = 0.0
 
     def __init__(self) -> None:
         self.answers: dict[str, list[int]] = {}
         self.acceptance = 1.0
         self._random = random.Random(0)
+
+    def attach(self, cache: KVCacheManager) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         return [Offer(15, int(10 * self.acceptance), 0.7) for _ in slots]

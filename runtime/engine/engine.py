@@ -532,6 +532,8 @@ class Engine:
             finally:
                 self.runner.close()
                 self.grammars.close()
+                if self.speculation is not None:
+                    self.speculation.close()
 
     def _store_all(self) -> None:
         """End all requests, and copy the blocks of all sequences to the offload tier."""

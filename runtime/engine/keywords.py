@@ -150,16 +150,23 @@ def _speculate(config: Any) -> dict[str, Any]:
     """Return our options for vLLM's `speculative_config`. Raises ConfigError for what is not built."""
     if not config:
         return {}
-    if not isinstance(config, Mapping) or config.get("method") not in ("ngram",):
-        raise ConfigError(f"speculative_config is {shown(config)}; expected the method ngram: others are not built yet")
-    unknown = config.keys() - {"method", "num_speculative_tokens"}
-    if unknown:
+    method = config.get("method") if isinstance(config, Mapping) else None
+    if isinstance(config, Mapping) and config.get("model") and method in (None, "draft_model"):
+        method, known = f"draft:{config['model']}", {"method", "model", "num_speculative_tokens"}
+    elif method == "ngram":
+        known = {"method", "num_speculative_tokens"}
+    else:
         raise ConfigError(
-            f"speculative_config: {', '.join(sorted(unknown))} is no option here: the longest earlier match is taken;"
-            " leave it out"
+            f"speculative_config is {shown(config)}; expected the method ngram, or the model that drafts: others are not"
+            " built yet"
+        )
+    if unknown := config.keys() - known:
+        raise ConfigError(
+            f"speculative_config: {', '.join(sorted(unknown))} is no option here: the longest earlier match is taken,"
+            " and a draft model is as it was compiled; leave it out"
         )
     count = config.get("num_speculative_tokens")
-    return {"speculate": "ngram", **({} if count is None else {"speculate_tokens": count})}
+    return {"speculate": method, **({} if count is None else {"speculate_tokens": count})}
 
 
 def refuse(call: str, given: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from inferc.kv_groups import CacheGroup, Eviction, cache_groups
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.engine.scoring import Pooling
+from inferc.runtime.engine.speculative import DraftModel, check_together, make_speculation
 from inferc.runtime.grammar.compiler import GrammarCompiler
 from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.grammar.vocabulary import Vocabulary
@@ -34,8 +35,6 @@ from inferc.runtime.runners.api import (
 )
 from inferc.runtime.runners.nodes import Node, choose_nodes
 from inferc.runtime.scheduler.config import SchedulerConfig
-from inferc.runtime.speculation.ngram import NgramDrafter
-from inferc.runtime.speculation.speculation import Speculation
 from inferc.runtime.step.generation_defaults import generation_defaults, without_text
 from inferc.targets import DEFAULT_TARGET, find_spec
 from inferc.version import __version__
@@ -80,17 +79,6 @@ _ASKED = (
 )
 
 
-SPECULATES_NOT_WITH: tuple[tuple[str, Callable[[EngineConfig], object], str], ...] = (
-    (
-        "--kv-evict",
-        lambda config: config.kv_evict,
-        "a token that is not chosen cannot bring back what it evicted",
-    ),
-    ("--tap", lambda config: config.tap, "the values of drafted tokens that are not chosen would be among those kept"),
-)
-"""The options that speculation does not go with, and why."""
-
-
 def load_engine(
     path: str | Path | Artifact,
     *,
@@ -125,6 +113,10 @@ def load_engine(
     grammars = _make_grammars(artifact, config) if "grammars" in can else None
     groups = _groups(artifact, target, config, can, chunked_prefill)
     nodes = choose_nodes(artifact.program, config.tap) if config.tap else ()
+    draft = None
+    if Speculate.parse(config.speculate).method == "draft":
+        draft = DraftModel(config, artifact, target, groups)
+        config = draft.reduced(config, groups)
     opened = factory.open(RunnerRequest(artifact, target, config, groups, check.wait))
     runner, mover = opened.runner, opened.mover
     with ExitStack() as made:  # closes what was made if something after it fails
@@ -132,21 +124,30 @@ def load_engine(
         if mover is not None:
             made.callback(mover.close)
         taps = _make_taps(nodes, runner, config)
+        speculation = make_speculation(config, draft, groups, opened.config.num_blocks)
+        if speculation is not None:
+            made.callback(speculation.close)
         recorder = _make_recorder(artifact, target, opened, config)
         made.pop_all()
+
+    def checked() -> None:
+        check.wait()
+        if draft is not None:
+            draft.weights.wait()
+
     sizes = _scheduler_config(artifact, config, opened, groups, can, chunked_prefill)
     engine = Engine(
         runner,
         model_limits(artifact, config.kv_evict),
         sizes,
         pipeline,
-        before_first_output=check.wait,
+        before_first_output=checked,
         mover=mover,
         recorder=recorder,
         taps=taps,
         idle_work=opened.idle_work,
         grammars=grammars,
-        speculation=_make_speculation(config),
+        speculation=speculation,
     )
     if opened.share_free_slots is not None:
         opened.share_free_slots(engine.scheduler.batch.free_slots)
@@ -199,9 +200,7 @@ def _check_asked(artifact: Artifact, target: str, config: EngineConfig, can: fro
         if (value := asked.value(config)) and asked.needed not in can:
             found = asked.option if value is True else f"{asked.option} {value}"
             raise _refusal(artifact, target, found, asked.why_not)
-    for option, value, why in SPECULATES_NOT_WITH if Speculate.parse(config.speculate).method != "none" else ():
-        if value(config):
-            raise ConfigError(f"--speculate {config.speculate} does not go with {option}: {why}; leave one of them out")
+    check_together(config)
     if spec.deterministic == "never" and config.deterministic:
         raise _refusal(artifact, target, "--deterministic", "what it computes of a row may depend on what else runs")
     if spec.deterministic == "on_request" and config.record is not None and not config.deterministic:
@@ -252,13 +251,6 @@ def _make_grammars(artifact: Artifact, config: EngineConfig) -> Grammars | None:
         return Vocabulary.of(Text(artifact.tokenizer), artifact.vocab_size, ends)
 
     return Grammars(GrammarCompiler(vocabulary), config.max_num_seqs, artifact.vocab_size)
-
-
-def _make_speculation(config: EngineConfig) -> Speculation | None:
-    """Return what drafts tokens as the config asks, or None."""
-    if Speculate.parse(config.speculate).method == "none":
-        return None
-    return Speculation(NgramDrafter(config.max_num_seqs, config.speculate_tokens), config.max_num_seqs)
 
 
 def identity(artifact: Artifact, target: str, computed_by: str, config: EngineConfig) -> Identity:

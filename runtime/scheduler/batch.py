@@ -318,6 +318,20 @@ class Batch:
         self.last_step[slots] = step
         return plan
 
+    def draft_rows(self, slots: I64, counters: U64, vocab_size: int) -> SampleRows:
+        """Return rows by which a draft model chooses the next token of each slot, at these counters.
+
+        They are those of the sequences without penalties and log probabilities. vocab_size: the draft model's.
+        """
+        rows = self._gather(slots)
+        ones, zeros = np.ones(len(slots), np.float32), np.zeros(len(slots), np.float32)
+        rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty = ones, zeros, zeros
+        rows.num_logprobs = np.zeros(len(slots), np.int32)
+        rows.counters = counters
+        if any((lists.token_ids >= vocab_size).any() for lists in (rows.logit_bias, rows.banned, rows.allowed)):
+            rows.logit_bias = rows.banned = rows.allowed = TokenLists()
+        return rows
+
     def _block_tables(
         self, slots: I64, shape: _Shape, cache: KVCacheManager, max_blocks: int, forgotten: I64
     ) -> tuple[I32, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,8 +20,21 @@ class Speculator(Protocol):
     def wants_ids(self, batch: Batch) -> bool:
         """Return whether the next step is to be scheduled when all tokens before it are known."""
 
-    def draft(self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int) -> list[list[int]]:
-        """Return at most `room` tokens for each slot; num_tokens: those of the step without drafts."""
+    def attach(self, cache: KVCacheManager) -> None:
+        """Use the KV cache of the engine."""
+
+    def draft(
+        self,
+        batch: Batch,
+        slots: Sequence[int],
+        room: Sequence[int],
+        num_tokens: int,
+        reserve: Callable[[int, int], int],
+    ) -> list[list[int]]:
+        """Return at most `room` tokens for each slot, and no more than `reserve` gave room to.
+
+        num_tokens: those of the step without drafts.
+        """
 
     def landed(self, slot: int, num_drafted: int, num_accepted: int) -> None:
         """Note how many of a sequence's drafted tokens were chosen."""
@@ -58,8 +71,9 @@ class Drafts(NoDrafts):
 
     def __init__(self, speculator: Speculator, batch: Batch, cache: KVCacheManager) -> None:
         self._speculator, self._batch, self._cache = speculator, batch, cache
+        speculator.attach(cache)
         self._num_drafted: I64 = np.zeros(len(batch.seqs), np.int64)
-        self._has_any = False
+        self._has_any, self._budget = False, 0
 
     def wants_ids(self) -> bool:
         """Return whether a step is to be scheduled only when the one before it has landed."""
@@ -76,23 +90,25 @@ class Drafts(NoDrafts):
             return 0
         room = np.minimum(slots_left(batch, slots), min(budget, MOST_DRAFTED)).tolist()
         num_tokens = int(np.count_nonzero(num_new[batch.order]))
-        before = budget
-        for slot, ids in zip(
-            slots.tolist(), self._speculator.draft(batch, slots.tolist(), room, num_tokens), strict=True
-        ):
-            known = int(batch.num_known[slot])
-            count = self._room(slot, known, min(len(ids), budget))
-            if count:
-                batch.tokens[slot, known : known + count] = ids[:count]
-                self._num_drafted[slot] = count
-                num_new[slot] += count
-                budget -= count
-        self._has_any = budget < before
-        return before - budget
+        self._budget = budget
+        drafts = self._speculator.draft(batch, slots.tolist(), room, num_tokens, self._reserve)
+        for slot, ids in zip(slots.tolist(), drafts, strict=True):
+            known, count = int(batch.num_known[slot]), len(ids)
+            batch.tokens[slot, known : known + count] = ids
+            self._num_drafted[slot] = count
+            num_new[slot] += count
+        added = sum(map(len, drafts))
+        self._has_any = added > 0
+        return added
 
-    def _room(self, slot: int, known: int, count: int) -> int:
+    def _reserve(self, slot: int, count: int) -> int:
         """Take blocks for drafted tokens, and return for how many there is room."""
-        size, cache = self._cache.block_size, self._cache
+        count = self._room(slot, min(count, self._budget))
+        self._budget -= count
+        return count
+
+    def _room(self, slot: int, count: int) -> int:
+        size, cache, known = self._cache.block_size, self._cache, int(self._batch.num_known[slot])
         if known + count > cache.num_grown[slot] * size and min(cache.num_free) <= len(self._batch.order):
             count = int(cache.num_grown[slot]) * size - known
         return cache.extend(slot, known - 1, count + 1) - 1 if count > 0 else 0

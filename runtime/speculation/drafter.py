@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 
 
@@ -32,14 +33,20 @@ class Drafter(Protocol):
     Every token of a sequence is known when it is asked. A wrong draft costs time, and never changes an answer.
     """
 
-    depth_cost: float
-    """The time of drafting one token more for the sequences of a step, relative to a step of one token."""
+    depth_seconds: float
+    """The time of drafting one token more for the sequences of a step."""
+
+    def attach(self, cache: KVCacheManager) -> None:
+        """Use the KV cache of the engine, whose block tables tell where a sequence's tokens are."""
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         """Return what could be drafted for each of some running sequences."""
 
     def draft(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """Draft up to that many tokens for each of some of the sequences that `offers` was asked for."""
+
+    def close(self) -> None:
+        """Release what the drafter holds."""
 
     def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
         """Return whether it is worth to wait for the last tokens, after offers of late have led to nothing."""

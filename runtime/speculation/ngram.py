@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 
+from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import NOTHING, Offer
 from inferc.runtime.step.plan import I32
@@ -84,12 +85,18 @@ class NgramDrafter:
     most: the most tokens that are drafted at once.
     """
 
-    depth_cost = 0.0
+    depth_seconds = 0.0
 
     def __init__(self, num_slots: int, most: int) -> None:
         self._most = most
         self._indices: list[tuple[Seq | None, PairIndex]] = [(None, PairIndex())] * num_slots
         self._places: dict[int, int] = {}  # by slot, where the match ends that was offered
+
+    def attach(self, cache: KVCacheManager) -> None:
+        """Do nothing: the tokens of the sequences are enough."""
+
+    def close(self) -> None:
+        """Do nothing: the indices are memory of this process."""
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         """Return the continuation of the longest match of each sequence."""

@@ -11,9 +11,11 @@ speculation a step is scheduled after the one before it has landed. If nothing i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import Drafter
 from inferc.runtime.speculation.lengths import Acceptance, choose_counts
@@ -25,6 +27,10 @@ WAITING_LEARNING = 0.1  # the weight of the newest step in how long steps wait t
 
 Fit = Callable[[int, list[int]], int]
 """A function that returns how many of some drafted tokens of a slot's sequence its grammar has."""
+
+
+Reserve = Callable[[int, int], int]
+"""A function that takes blocks for a slot's drafted tokens, and returns for how many there is room."""
 
 
 @dataclass
@@ -48,8 +54,17 @@ class Speculation:
         self._owners: list[object] = [None] * num_slots
         self._kinds: dict[int, int] = {}  # by slot, the kind of what was drafted
         self._waiting = 0.0  # seconds from the landing of a step to the start of the next
+        self._drafting = 0.0  # seconds of it in which tokens were drafted
         self._num_vain = 0  # steps in a row that waited, and for which nothing was drafted
         self._rest, self._next_rest = 0, LEAST_REST
+
+    def attach(self, cache: KVCacheManager) -> None:
+        """Use the KV cache of the engine."""
+        self.drafter.attach(cache)
+
+    def close(self) -> None:
+        """Release what the drafter holds."""
+        self.drafter.close()
 
     def wants_ids(self, batch: Batch) -> bool:
         """Return whether the next step is to be scheduled when all tokens before it are known."""
@@ -63,11 +78,22 @@ class Speculation:
         self._rest, self._num_vain = 0, PATIENCE // 2
         return True
 
-    def draft(self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int) -> list[list[int]]:
+    def draft(
+        self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
+    ) -> list[list[int]]:
         """Return the tokens to draft for each of some decoding sequences, whose tokens are all known.
 
-        room: how many tokens each can take. num_tokens: the tokens of the step without drafts.
+        room: how many tokens each can take. num_tokens: the tokens of the step without drafts. reserve: takes blocks
+        for a draft.
         """
+        begun = time.perf_counter()
+        drafts = self._draft(batch, slots, room, num_tokens, reserve)
+        self._drafting = time.perf_counter() - begun
+        return drafts
+
+    def _draft(
+        self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
+    ) -> list[list[int]]:
         offers = self.drafter.offers(batch, slots)
         for slot in slots:
             if self._owners[slot] is not batch.seqs[slot]:
@@ -76,11 +102,12 @@ class Speculation:
         most = [min(offer.most, count) for offer, count in zip(offers, room, strict=True)]
         rates = [self._acceptance.rate(slot, offer) for slot, offer in zip(slots, offers, strict=True)]
         unit = self.times.seconds_per_unit
-        waiting = self._waiting / unit
-        counts = choose_counts(most, rates, num_tokens, self.times.times, waiting, self.drafter.depth_cost)
+        waiting, depth = self._waiting / unit, self.drafter.depth_seconds / unit
+        counts = choose_counts(most, rates, num_tokens, self.times.times, waiting, depth)
         for slot, count, each in zip(slots, counts, most, strict=True):
             if each and not count:
                 self._acceptance.relent(slot)
+        counts = [reserve(slot, count) if count else 0 for slot, count in zip(slots, counts, strict=True)]
         chosen = [at for at, count in enumerate(counts) if count]
         drafts: list[list[int]] = [[] for _ in slots]
         if chosen:
@@ -124,5 +151,6 @@ class Speculation:
         self.times.observe(num_tokens, seconds)
 
     def observe_waiting(self, seconds: float) -> None:
-        """Learn how long it took from the landing of a step to the start of the next."""
-        self._waiting += WAITING_LEARNING * (seconds - self._waiting)
+        """Learn how long it took from the landing of a step to the start of the next, drafting aside."""
+        self._waiting += WAITING_LEARNING * (max(0.0, seconds - self._drafting) - self._waiting)
+        self._drafting = 0.0

@@ -182,25 +182,30 @@ class ResolvedCompileConfig:
     redundant_experts: int
 
 
-DraftMethod: TypeAlias = Literal["none", "ngram"]
+DraftMethod: TypeAlias = Literal["none", "ngram", "draft"]
 MOST_DRAFTED = 63  # tokens of a sequence in a step
 
 
 @dataclass(frozen=True)
 class Speculate:
-    """The choice of what drafts tokens: nothing, or what followed the last tokens before (`ngram`)."""
+    """The choice of what drafts tokens: nothing, what followed the last tokens before, or a smaller model.
+
+    path: the artifact of the smaller model; empty for the other methods.
+    """
 
     method: DraftMethod = "none"
+    path: str = ""
 
     @staticmethod
     def parse(text: str) -> Speculate:
-        """Parse `none` or `ngram`. Raises ConfigError for anything else."""
+        """Parse `none`, `ngram` or `draft:PATH`. Raises ConfigError for anything else."""
+        method, _, path = text.partition(":")
+        if method == "draft" and path:
+            return Speculate("draft", path)
         if text in ("none", "ngram"):
             return Speculate(text)  # type: ignore[arg-type]
-        method, _, _ = text.partition(":")
-        if method in ("draft", "mtp", "eagle", "eagle3", "medusa", "suffix"):
-            raise ConfigError(f"speculate is {text!r}: {method} is not built yet; expected none or ngram")
-        raise ConfigError(f"speculate is {text!r}, expected none or ngram")
+        why = f": {method} is not built yet" if method in ("mtp", "eagle", "eagle3", "medusa", "suffix") else ""
+        raise ConfigError(f"speculate is {text!r}{why}, expected none, ngram or draft:PATH, a smaller model's artifact")
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,7 @@ class EngineConfig:
     deterministic: bool = False  # compute equal bits in any batch; cpu always does, onnxruntime and TensorRT never
     pin_threads: bool = False  # pin each thread to a core of its own, for a machine on which nothing else runs
     kv_events: bool = False  # collect events of the blocks that the prefix cache stores and evicts
-    speculate: str = "none"  # what drafts tokens, which are computed together: "none" or "ngram", see speculate.py
+    speculate: str = "none"  # what drafts tokens: "none", "ngram" or "draft:PATH", see Speculate
     speculate_tokens: int = 15  # the most tokens that are drafted of a sequence in a step
     record: str | None = None  # a file that every request is written to, for `inferc replay`
     tap: tuple[str, ...] = ()  # names of values to keep for requests that ask for it; `*` stands for anything

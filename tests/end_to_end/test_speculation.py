@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +13,12 @@ import pytest
 from fake_drafts import AnyDrafts, ScriptedDrafter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_models import make_random_model
 
 from inferc import LLM, SamplingParams, StructuredOutputs
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
-from inferc.errors import ConfigError, UnsupportedError
+from inferc.errors import ArtifactError, ConfigError, UnsupportedError
 from inferc.runtime.engine import load
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
@@ -32,7 +35,9 @@ TAG = {
     "format": {
         "type": "triggered_tags",
         "triggers": ["<call"],
-        "tags": [{"begin": "<call>", "content": {"type": "regex", "pattern": "[a-z]{2,9}"}, "end": "</call>"}],
+        "tags": [
+            {"type": "tag", "begin": "<call>", "content": {"type": "regex", "pattern": "[a-z]{2,9}"}, "end": "</call>"}
+        ],
     },
 }
 FORMS: dict[str, dict[str, Any] | None] = {
@@ -105,6 +110,7 @@ def answer(engine: Engine, asked: dict[str, Asked], arrivals: dict[str, int] | N
             each = waiting.pop(name)
             engine.add_request(name, PROMPTS[each.prompt], each.params)
         if not engine.has_work and not waiting:
+            assert not engine.grammars.take_invalid()
             return found
         for output in engine.step():
             own = found[output.request_id]
@@ -133,7 +139,7 @@ class Machines:
         self._asked: dict[str, Asked] = {}
         self.engines = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(load, "_make_speculation", lambda config: AnyDrafts(self.drafter, config.max_num_seqs))
+            patch.setattr(load, "make_speculation", lambda config, *_: AnyDrafts(self.drafter, config.max_num_seqs))
             for variant in self.VARIANTS:
                 options = {"num_threads": 1, "max_num_seqs": 8, **variant}
                 if "kv_blocks" in options:
@@ -267,12 +273,132 @@ def test_an_answer_ends_at_its_stop_string_whatever_came_with_it(plain: LLM, ngr
         assert one.logprobs == other.logprobs and len(other.logprobs or ()) == len(other.token_ids)
 
 
+# ------------------------------------------------------------------------------------------------ draft models
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of another shape, with the tokenizer of the tiny one."""
+    folder = tmp_path_factory.mktemp("other") / "other"
+    make_random_model("llama", folder, num_hidden_layers=1, hidden_size=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(other_folder: Path) -> Path:
+    compile(other_folder, other_folder.parent / "out", CompileConfig(certify="none"))
+    return other_folder.parent / "out"
+
+
+DRAFTED = [
+    {},
+    {"prefix_cache": False, "num_threads": 2},
+    {"max_num_batched_tokens": 12, "max_num_seqs": 4},
+    {"kv_memory_bytes": 6 * 32 * 2 * 2 * 2 * 16 * 4 * 2, "overcommit": True},
+]
+
+
+@pytest.mark.parametrize("options", DRAFTED, ids=str)
+def test_a_model_that_drafts_for_itself_is_always_right(
+    tiny_artifact: Path, plain: LLM, options: dict[str, Any]
+) -> None:
+    """The K and V that it keeps are where they belong: in chunks, from the prefix cache, and after a preemption."""
+    prompts: list[list[int]] = [list(ids) for ids in PROMPTS.values()] * 2
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, seed=index, temperature=index % 2) for index in range(8)]
+    expected = [one.outputs[0].token_ids for one in plain.generate(prompts, params)]
+    with LLM(tiny_artifact, **{"num_threads": 1, "speculate": f"draft:{tiny_artifact}", **options}) as llm:
+        always_draft(llm)
+        for _ in range(2):  # the second time prompts are found in the cache
+            assert [one.outputs[0].token_ids for one in llm.generate(prompts, params)] == expected
+        stats = llm.stats()
+        assert stats.num_drafted > 100 and stats.num_accepted == stats.num_drafted
+        assert (stats.num_preemptions > 0) == ("kv_memory_bytes" in options)
+        assert (stats.cached_tokens > 0) == ("prefix_cache" not in options)
+
+
+@pytest.mark.parametrize("options", DRAFTED, ids=str)
+def test_drafts_of_another_model_change_no_answer(
+    tiny_artifact: Path, other: Path, plain: LLM, options: dict[str, Any]
+) -> None:
+    asked = [Asked(prompt, form, how) for prompt in PROMPTS for form in FORMS for how in HOW]
+    prompts, params = [list(PROMPTS[each.prompt]) for each in asked], [each.params for each in asked]
+    expected = [one.outputs[0].token_ids for one in plain.generate(prompts, params)]
+    with LLM(tiny_artifact, **{"num_threads": 1, "speculate": f"draft:{other}", **options}) as llm:
+        always_draft(llm)
+        assert [one.outputs[0].token_ids for one in llm.generate(prompts, params)] == expected
+        stats = llm.stats()
+        assert stats.num_drafted > stats.num_accepted
+
+
+def always_draft(llm: LLM) -> None:
+    """Draft several tokens at once whatever they cost, which nobody knows of models as small as these."""
+    engine: Engine = llm._client._engine
+    assert engine.speculation is not None
+    times = engine.speculation.times
+    times.observe = lambda num_tokens, seconds: None  # type: ignore[method-assign]
+    engine.speculation.observe_waiting = lambda seconds: None  # type: ignore[method-assign]
+    times._drift = 1e9
+
+
+def test_a_draft_model_must_fit(tiny_llama_folder: Path, tiny_artifact: Path, tmp_path: Path) -> None:
+    made = {}
+    for name, config in {
+        "blocks": CompileConfig(certify="none", block_size=16),
+        "ranks": CompileConfig(certify="none", tp=2),
+    }.items():
+        made[name] = tmp_path / name
+        compile(tiny_llama_folder, made[name], config)
+    shutil.copytree(tiny_llama_folder, tmp_path / "renamed")
+    tokenizer = json.loads((tmp_path / "renamed" / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[40:42]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (tmp_path / "renamed" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    made["words"] = tmp_path / "words"
+    compile(tmp_path / "renamed", made["words"], CompileConfig(certify="none"))
+    told = {
+        "blocks": "its KV blocks hold 16 tokens, and those of .* 32; compile both with the same block_size",
+        "ranks": "it runs in 2 ranks; compile it without --tp, --pp and --ep",
+        "words": "has another vocabulary than .*: token 40 is .*, not .*; a draft model needs the same",
+    }
+    for name, path in made.items():
+        with pytest.raises(ConfigError, match=f"--speculate draft:{path}:? {told[name]}"):
+            load_engine(tiny_artifact, speculate=f"draft:{path}")
+    with pytest.raises(ArtifactError, match="no artifact at /nowhere"):
+        load_engine(tiny_artifact, speculate="draft:/nowhere")
+
+
+def test_the_memory_of_the_cache_is_shared_with_the_draft_model(tiny_artifact: Path, other: Path) -> None:
+    memory = 64 * 32 * 2 * 2 * 2 * 16 * 4
+    engines = [
+        load_engine(tiny_artifact, kv_memory_bytes=memory, max_num_seqs=2, num_threads=1, speculate=speculate)
+        for speculate in ("none", f"draft:{tiny_artifact}")
+    ]
+    try:
+        counts = [engine.scheduler.config.num_blocks[0] for engine in engines]
+        assert counts[0] == 64 and counts[1] == 32, "the same model takes as much again"
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"speculate": "medusa:x"}, "speculate is 'medusa:x': medusa is not built yet; expected none or ngram"),
+        (
+            {"speculate": "medusa:x"},
+            "speculate is 'medusa:x': medusa is not built yet, expected none, ngram or draft",
+        ),
         ({"speculate": "eagle3:x"}, "eagle3 is not built yet"),
-        ({"speculate": "fast"}, "speculate is 'fast', expected none or ngram"),
+        ({"speculate": "fast"}, "speculate is 'fast', expected none, ngram or draft:PATH"),
+        ({"speculate": "draft:"}, "speculate is 'draft:', expected none, ngram or draft:PATH"),
+        (
+            {"speculate": "draft:x", "kv_disk": "y"},
+            "does not go with --kv-disk: the draft model's K and V are",
+        ),
         ({"speculate": "ngram", "speculate_tokens": 64}, "speculate_tokens is 64, expected 1 to 63"),
         ({"speculate": "ngram", "kv_evict": "sinks:4+window:64"}, "does not go with --kv-evict: a token that is not"),
         ({"speculate": "ngram", "tap": ("logits",)}, "--speculate ngram does not go with --tap: the values"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import NOTHING, Offer
-from inferc.runtime.speculation.speculation import Speculation
+from inferc.runtime.speculation.speculation import Reserve, Speculation
 from inferc.runtime.step.sequence import Sequence as Seq
 
 # Returns as many tokens as asked for that a sequence would get next.
@@ -17,11 +18,17 @@ Continue = Callable[[Seq, list[int], int], list[int]]
 class ScriptedDrafter:
     """A drafter that knows what a sequence gets next, and drafts a wrong token with the probability 1 - `right`."""
 
-    depth_cost = 0.0
+    depth_seconds = 0.0
 
     def __init__(self, go_on: Continue, vocab_size: int, right: float = 0.8, seed: int = 0, most: int = 7) -> None:
         self.random = random.Random(seed)
         self._go_on, self._vocab_size, self.right, self._most = go_on, vocab_size, right, most
+
+    def attach(self, cache: KVCacheManager) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         return [Offer(self._most, 0, self.right) if self._most else NOTHING for _ in slots]
@@ -52,10 +59,12 @@ class AnyDrafts(Speculation):
     def wants_ids(self, batch: Batch) -> bool:
         return self._scripted.random.random() < 0.7
 
-    def draft(self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int) -> list[list[int]]:
+    def draft(
+        self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
+    ) -> list[list[int]]:
         drafts = []
         for slot, count in zip(slots, room, strict=True):
             self._kinds[slot] = 0
-            wanted = self._scripted.random.randint(0, min(count, 9))
+            wanted = reserve(slot, self._scripted.random.randint(0, min(count, 9)))
             drafts.append(self._fitting(batch, slot, self._scripted.draft_one(batch, slot, wanted)))
         return drafts

@@ -21,7 +21,9 @@ AT_COMPILE = {
 }
 ARTIFACT = "give the artifact as an argument: inferc serve OUT"
 KV_MEMORY = "say how large the KV cache may be: inferc serve OUT --kv-memory BYTES, for example 2GiB"
-SPECULATE = "what drafts tokens is --speculate ngram, and the most at once --speculate-tokens N"
+SPECULATE = (
+    "what drafts tokens is --speculate ngram or --speculate draft:PATH, and the most at once --speculate-tokens N"
+)
 DRAFTING = ("--speculative-config", "--speculative-algorithm", "--num-speculative-tokens", "--speculative-model")
 OF_LLAMA_CPP = ("--draft", "--draft-max", "--draft-n", "-md", "--model-draft", "--spec-type", "-lcd", "--lookup-cache")
 NAME = "give a model's name before its artifact: inferc serve NAME=OUT"

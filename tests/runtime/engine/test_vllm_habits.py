@@ -188,6 +188,8 @@ def test_options_by_their_name_in_vllm(tiny_artifact: Path) -> None:
         (None, {}),
         ({"method": "ngram"}, {"speculate": "ngram"}),
         ({"method": "ngram", "num_speculative_tokens": 4}, {"speculate": "ngram", "speculate_tokens": 4}),
+        ({"model": "out/small"}, {"speculate": "draft:out/small"}),
+        ({"model": "out/small", "method": "draft_model"}, {"speculate": "draft:out/small"}),
     ],
 )
 def test_its_speculation_is_ours(given: Any, found: dict[str, Any]) -> None:
@@ -197,11 +199,11 @@ def test_its_speculation_is_ours(given: Any, found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"method": "eagle", "model": "x"}, "expected the method ngram: others are not built yet"),
+        ({"method": "eagle", "model": "x"}, "expected the method ngram, or the model that drafts: others are not"),
         ("ngram", "expected the method ngram"),
         (
             {"method": "ngram", "prompt_lookup_max": 4},
-            "speculative_config: prompt_lookup_max is no option here: the longest earlier match is taken; leave it out",
+            "speculative_config: prompt_lookup_max is no option here: the longest earlier match is taken, and",
         ),
     ],
 )

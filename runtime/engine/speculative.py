@@ -1,0 +1,155 @@
+"""The speculation of an engine, as its options ask: the drafter, and the draft model's runner where it is one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from inferc.config import EngineConfig, Speculate
+from inferc.errors import ConfigError
+from inferc.kv_groups import CacheGroup, cache_groups
+from inferc.runtime.artifact.load import Artifact, load_artifact
+from inferc.runtime.runners.api import RunnerFactory, RunnerRequest
+from inferc.runtime.speculation.draft_model import DraftSizes, ModelDrafter
+from inferc.runtime.speculation.ngram import NgramDrafter
+from inferc.runtime.speculation.speculation import Speculation
+from inferc.targets import find_spec
+
+log = logging.getLogger(__name__)
+
+MOST_BATCHED_TOKENS = 512  # tokens of a step of the draft model
+
+NOT_WITH: tuple[tuple[str, Callable[[EngineConfig], object], tuple[str, ...], str], ...] = (
+    (
+        "--kv-evict",
+        lambda config: config.kv_evict,
+        ("ngram", "draft"),
+        "a token that is not chosen cannot bring back what it evicted",
+    ),
+    (
+        "--tap",
+        lambda config: config.tap,
+        ("ngram", "draft"),
+        "the values of drafted tokens that are not chosen would be among those kept",
+    ),
+    ("--kv-disk", lambda config: config.kv_disk, ("draft",), "the draft model's K and V are not kept there"),
+)
+"""The options that speculation does not go with, the methods that this is so for, and why."""
+
+
+def check_together(config: EngineConfig) -> None:
+    """Raise ConfigError for an option that does not go with the speculation that is asked for."""
+    for option, value, methods, why in NOT_WITH:
+        if Speculate.parse(config.speculate).method in methods and value(config):
+            raise ConfigError(f"--speculate {config.speculate} does not go with {option}: {why}; leave one of them out")
+
+
+class DraftModel:
+    """The draft model that `--speculate draft:PATH` names, checked against the model that it drafts for."""
+
+    def __init__(self, config: EngineConfig, artifact: Artifact, target: str, groups: Sequence[CacheGroup]) -> None:
+        """Load the artifact of the draft model.
+
+        groups: the KV groups of the model that it drafts for. Raises ConfigError for a draft model of another
+        vocabulary, block size or target, and ArtifactError for what is no artifact.
+        """
+        self.option = f"--speculate {config.speculate}"
+        path = Path(Speculate.parse(config.speculate).path)
+        self.artifact = load_artifact(path, target=target, trusted_keys=config.trusted_keys)
+        self.target, self._config = target, config
+        self.groups = tuple(CacheGroup(group.bytes_per_token) for group in cache_groups(self.artifact.whole_kv_groups))
+        self._check(artifact, groups)
+        self.weights = self.artifact.verify_weights()
+
+    def _check(self, artifact: Artifact, groups: Sequence[CacheGroup]) -> None:
+        mine = self.artifact
+        if all(group.frees_blocks for group in groups):
+            raise ConfigError(
+                f"{self.option}: every layer of {artifact.path} attends to a window, so no block table tells where all"
+                " tokens are; use --speculate ngram"
+            )
+        if (count := len(mine.ranks)) > 1:
+            raise ConfigError(f"{self.option}: it runs in {count} ranks; compile it without --tp, --pp and --ep")
+        if mine.block_size != artifact.block_size:
+            raise ConfigError(
+                f"{self.option}: its KV blocks hold {mine.block_size} tokens, and those of {artifact.path}"
+                f" {artifact.block_size}; compile both with the same block_size"
+            )
+        if difference := vocabulary_difference(artifact, mine):
+            raise ConfigError(
+                f"{self.option} has another vocabulary than {artifact.path}: {difference}; a draft model needs the same"
+            )
+
+    def reduced(self, config: EngineConfig, groups: Sequence[CacheGroup]) -> EngineConfig:
+        """Return the config of the large model, whose KV memory leaves room for that of the draft model."""
+        if config.kv_memory_bytes == "auto":
+            return config
+        own, all_bytes = (sum(group.bytes_per_token for group in each) for each in (groups, (*groups, *self.groups)))
+        return replace(config, kv_memory_bytes=config.kv_memory_bytes * own // all_bytes)
+
+    def open(self, num_blocks: int) -> ModelDrafter:
+        """Open the draft model's runner with that many blocks, and return the drafter."""
+        config, artifact = self._config, self.artifact
+        block_bytes = artifact.block_size * sum(group.bytes_per_token for group in self.groups)
+        budget = max(MOST_BATCHED_TOKENS, config.max_num_seqs)
+        own = replace(
+            config,
+            kv_memory_bytes=num_blocks * block_bytes,
+            max_num_batched_tokens=budget,
+            speculate="none",
+            prefix_cache=False,
+            kv_events=False,
+            record=None,
+        )
+        factory: RunnerFactory = find_spec(self.target).find_runner()
+        opened = factory.open(RunnerRequest(artifact, self.target, own, self.groups, self.weights.wait))
+        log.info("draft model %s: %.1f MB of K and V", artifact.path, num_blocks * block_bytes / 1e6)
+        sizes = DraftSizes(artifact.block_size, artifact.max_model_len, artifact.vocab_size, len(self.groups), budget)
+        return ModelDrafter(opened.runner, sizes, config.max_num_seqs, config.speculate_tokens)
+
+
+def make_speculation(
+    config: EngineConfig, draft: DraftModel | None, groups: Sequence[CacheGroup], num_blocks: Sequence[int]
+) -> Speculation | None:
+    """Return what drafts tokens as the config asks, or None.
+
+    draft: the draft model, if one is asked for. num_blocks: of each of `groups`.
+    """
+    if Speculate.parse(config.speculate).method == "none":
+        return None
+    if draft is None:
+        return Speculation(NgramDrafter(config.max_num_seqs, config.speculate_tokens), config.max_num_seqs)
+    full = next(count for group, count in zip(groups, num_blocks, strict=True) if not group.frees_blocks)
+    return Speculation(draft.open(full), config.max_num_seqs)
+
+
+def vocabulary_difference(one: Artifact, other: Artifact) -> str:
+    """Return how the tokens of two artifacts differ, in words; empty if no token has two meanings."""
+    mine, theirs = _vocabulary(one), _vocabulary(other)
+    if not mine or not theirs:
+        if one.vocab_size == other.vocab_size:
+            return ""
+        return f"{other.vocab_size} tokens, not {one.vocab_size}"
+    for token, text in sorted(mine.items()):
+        if token in theirs and theirs[token] != text:
+            return f"token {token} is {theirs[token]!r:.40}, not {text!r:.40}"
+    if len(mine.keys() - theirs.keys()) + len(theirs.keys() - mine.keys()) > len(mine) // 10:
+        return f"{len(theirs)} tokens, not {len(mine)}"
+    return ""
+
+
+def _vocabulary(artifact: Artifact) -> dict[int, str]:
+    """Return the text of each token of an artifact's tokenizer.json; empty if it has none."""
+    data = artifact.tokenizer.contents.get("tokenizer.json")
+    if data is None:
+        return {}
+    read = json.loads(data)
+    vocab = read["model"]["vocab"]
+    if isinstance(vocab, list):  # of unigrams, with their scores
+        found = {token: str(text) for token, (text, _) in enumerate(vocab)}
+    else:
+        found = {int(token): text for text, token in vocab.items()}
+    return found | {int(each["id"]): each["content"] for each in read.get("added_tokens", ())}
