@@ -157,8 +157,8 @@ def _speculate(config: Any) -> dict[str, Any]:
         known = {"method", "num_speculative_tokens"}
     else:
         raise ConfigError(
-            f"speculative_config is {shown(config)}; expected the method ngram, or the model that drafts: others are not"
-            " built yet"
+            f"speculative_config is {shown(config)}; expected the method ngram, or the model that drafts: others are"
+            " not built yet"
         )
     if unknown := config.keys() - known:
         raise ConfigError(
