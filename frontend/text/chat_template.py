@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ from jinja2 import TemplateSyntaxError
 
 from inferc.chat.calls import find_call_form
 from inferc.chat.form import ChatForm, Message, Render, find_form
+from inferc.chat.reasoning import find_reasoning_form
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +90,12 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
     """Return what transformers renders of `golden_chats` by the template, for comparison with the runtime.
 
     form: the form in which the template reads messages; null for a template that leaves out the user's words in every
-    form. calls: the form in which it writes calls of tools, or null. vectors: [{messages, add_generation_prompt, text,
-    token_ids}], without conversations that the template refuses. depends_on_time: whether texts hold the day on which
-    they were made. begins_with_bos: whether a plain text, and a conversation, begin with BOS; a conversation has it
-    from the template, never twice. stop_token_ids: the ids that end a text. turn_end: the first special token that the
-    template writes after an answer. Warnings say if that token ends no text, and if the template refuses every one of
-    `golden_chats` when it is run.
+    form. calls: the form in which it writes calls of tools, or null; reasoning: that of its reasoning, or null.
+    vectors: [{messages, add_generation_prompt, text, token_ids}], without conversations that the template refuses.
+    depends_on_time: whether texts hold the day on which they were made. begins_with_bos: whether a plain text, and a
+    conversation, begin with BOS; a conversation has it from the template, never twice. stop_token_ids: the ids that end
+    a text. turn_end: the first special token that the template writes after an answer. Warnings say if that token ends
+    no text, and if the template refuses every one of `golden_chats` when it is run.
     """
 
     def render(messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None) -> str:
@@ -102,6 +103,12 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
 
     form = find_form(render)
     calls = None if form is None else find_call_form(render, form)
+
+    def render_with(messages: Sequence[Message], goes_on: bool, variables: Mapping[str, Any]) -> str:
+        return _render(tokenizer, template, messages, goes_on, None, variables)
+
+    controls = [each.content for each in tokenizer.added_tokens_decoder.values() if each.special]
+    reasoning = None if form is None else find_reasoning_form(render_with, form, template, controls)
     vectors = _golden_vectors(tokenizer, render, form, name) if form is not None else []
     bos = tokenizer.bos_token_id
     plain = [int(token) for token in tokenizer("a")["input_ids"]]
@@ -118,6 +125,7 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
     return {
         "form": None if form is None else asdict(form),
         "calls": None if calls is None else calls.to_json(),
+        "reasoning": None if reasoning is None else reasoning.to_json(),
         "depends_on_time": "strftime_now" in template,
         "begins_with_bos": {
             "text": bos is not None and plain[:1] == [bos],
@@ -155,7 +163,12 @@ def _golden_vectors(tokenizer: Any, render: Render, form: ChatForm, name: str) -
 
 
 def _render(
-    tokenizer: Any, template: str, messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None
+    tokenizer: Any,
+    template: str,
+    messages: Sequence[Message],
+    goes_on: bool,
+    tools: Sequence[Message] | None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Return what transformers renders for a conversation.
 
@@ -168,6 +181,7 @@ def _render(
         "chat_template": template,
         "add_generation_prompt": goes_on,
         "tools": None if tools is None else [dict(tool) for tool in tools],
+        **(variables or {}),
     }
     if any(value is None for message in conversation for value in message.values()):
         found: Any = render_jinja_template([conversation], **options, **tokenizer.special_tokens_map)

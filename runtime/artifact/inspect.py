@@ -69,8 +69,9 @@ class Inspection(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The facts about an artifact, in the order in which `inferc inspect --json` prints them.
 
     chat: the form in which the chat template reads messages (inferc.chat.form), or None without a template. calls: the
-    form in which the model writes calls of tools (inferc.chat.calls), or None if there is none that is known. chat,
-    calls, certificate and stored (engine.json) are as parsed, with all their fields.
+    form in which the model writes calls of tools (inferc.chat.calls), reasoning: that of its reasoning
+    (inferc.chat.reasoning), or None if there is none that is known. chat, calls, reasoning, certificate and stored
+    (engine.json) are as parsed, with all their fields.
     """
 
     format_version: int
@@ -88,6 +89,7 @@ class Inspection(Struct, frozen=True, omit_defaults=True, kw_only=True):
     model: Model
     chat: dict[str, Any] | None
     calls: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     config: Config
     passes: list[PassRow]
     kernels: list[KernelRow]
@@ -131,6 +133,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> Inspection:
         model=manifest.model,
         chat=_chat_facts(artifact, "form"),
         calls=_chat_facts(artifact, "calls"),
+        reasoning=_chat_facts(artifact, "reasoning"),
         config=manifest.config,
         passes=manifest.passes,
         kernels=manifest.kernels,

@@ -68,9 +68,9 @@ def _formed(where: str, message: Mapping[str, Any], form: ChatForm) -> Message:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Return the message with its reasoning under every name that templates read, as transformers does."""
+    """Return the message with its reasoning under every name that templates read."""
     found = next((message[name] for name in REASONING if name in message), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+    return message if found is None else {**message, **dict.fromkeys(REASONING, found)}
 
 
 def _tool_calls(where: str, calls: Any, form: ChatForm) -> list[Message]:

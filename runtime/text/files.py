@@ -40,6 +40,7 @@ class GoldenChats(Struct, frozen=True):
     depends_on_time: bool = False
     form: dict[str, Any] | None = None  # the form in which the chat template reads messages, as ChatForm
     calls: dict[str, Any] | None = None  # the form in which it writes calls of tools, as CallForm
+    reasoning: dict[str, Any] | None = None  # the form of its reasoning, as ReasoningForm
 
 
 @dataclass(frozen=True)

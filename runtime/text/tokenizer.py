@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from inferc.chat.calls import CallForm, call_form_of
 from inferc.chat.form import ChatForm, form_of
+from inferc.chat.reasoning import ReasoningForm, reasoning_form_of
 from inferc.errors import ArtifactError, RequestError
 from inferc.runtime.text.control_tokens import ControlTokens, parse_in_text
 from inferc.runtime.text.files import GoldenChats, GoldenText, TextFiles
@@ -61,6 +62,8 @@ class Text:
         kept = files.folder / "golden_chat.json"
         self._form: ChatForm | None = _kept(kept, "form", self._golden_chat.form, form_of)
         self.call_form: CallForm | None = _kept(kept, "calls", self._golden_chat.calls, call_form_of)
+        reasoning = self._golden_chat.reasoning
+        self.reasoning_form: ReasoningForm | None = _kept(kept, "reasoning", reasoning, reasoning_form_of)
         self._template = files.text("chat_template.jinja")
         self._controls: ControlTokens | None = None
         if in_text != "allow":

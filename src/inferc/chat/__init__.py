@@ -1,1 +1,1 @@
-"""The forms that a chat template has: of the messages that it reads, and of the calls of tools that it writes."""
+"""The forms that a chat template has: of the messages that it reads, of the calls and the reasoning that it writes."""

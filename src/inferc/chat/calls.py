@@ -98,7 +98,10 @@ def find_call_form(render: Render, form: ChatForm) -> CallForm | None:
 
 def _text(render: Render, form: ChatForm, answer: Sequence[Message], goes_on: bool) -> str | None:
     """Return what is rendered after the user's words, or None if the template raises."""
-    user, then = {"role": "user", "content": _content(form, USER)}, {"role": "user", "content": _content(form, NEXT)}
+    user, then = (
+        {"role": "user", "content": content_of(form, USER)},
+        {"role": "user", "content": content_of(form, NEXT)},
+    )
     try:
         text = render([user, *answer, *([then] if goes_on else [])], False, TOOLS)
     except Exception:  # noqa: BLE001 (a template raises whatever its operators do)
@@ -158,12 +161,13 @@ def _arguments(text: str) -> tuple[int, int] | None:
     return None
 
 
-def _content(form: ChatForm, words: str) -> Any:
+def content_of(form: ChatForm, words: str) -> Any:
+    """Return words as the content of a message in a template's form."""
     return words if form.content == "text" else [{"type": "text", "text": words}]
 
 
 def _words(form: ChatForm, words: str) -> Message:
-    return {"role": "assistant", "content": _content(form, words)}
+    return {"role": "assistant", "content": content_of(form, words)}
 
 
 def _calls(form: ChatForm, names: Sequence[str]) -> Message:

@@ -29,6 +29,7 @@ def _show(facts: Inspection) -> None:
 
     from inferc.chat.calls import call_form_of
     from inferc.chat.form import form_of
+    from inferc.chat.reasoning import reasoning_form_of
 
     config, model = facts.config, facts.model
     rows = {
@@ -39,6 +40,7 @@ def _show(facts: Inspection) -> None:
         "KV cache": f"{facts.kv_bytes_per_token} bytes a token",
         **({"chat": str(form_of(facts.chat))} if facts.chat is not None else {}),
         **({"calls": str(call_form_of(facts.calls))} if facts.calls is not None else {}),
+        **({"reasoning": str(reasoning_form_of(facts.reasoning))} if facts.reasoning is not None else {}),
         "format": f"version {facts.format_version}, by {facts.producer}",
         "signature": _signature(facts.signature),
         **({"passes": ", ".join(config.passes) + " (besides inferc's own)"} if config.passes else {}),
