@@ -31,6 +31,7 @@ NO_THREADS, NO_LIMIT = 1, -1
 PARTS_BYTES = 128 << 20  # of the parts of grammars that xgrammar keeps, since others may have them too
 # The most spaces and line breaks in a row in JSON: a model may indent it, and does not go on with spaces for ever.
 MAX_WHITESPACE = 20
+TOKEN = "token"  # in the text of a structural tag that may name tokens
 MAX_PLACE = 300  # characters of the library's message
 
 
@@ -99,6 +100,8 @@ class XGrammar:
         size, ends = len(vocabulary.tokens), list(vocabulary.end_ids)
         self._info = self._library.tokenizer_info(list(vocabulary.tokens), RAW, size, ends, False)
         self._compiler = self._library.compiler(self._info, NO_THREADS, True, PARTS_BYTES)
+        # It keeps no parts: xgrammar takes parts for equal that differ in the ids of tokens alone.
+        self._of_tokens = self._library.compiler(self._info, NO_THREADS, False, NO_LIMIT)
 
     def compile(self, wanted: StructuredOutputs) -> bytes:
         """Compile a grammar, and return it as xgrammar writes it.
@@ -123,8 +126,8 @@ class XGrammar:
             return self._json(ANY_OBJECT, wanted)
         if wanted.kind == "structural_tag":
             most = 0 if wanted.disable_any_whitespace else MAX_WHITESPACE
-            tag = exact_tag(_parsed(source), most)
-            return self._compiler.compile_structural_tag(json.dumps(tag, ensure_ascii=False))
+            tag = json.dumps(exact_tag(_parsed(source), most), ensure_ascii=False)
+            return (self._of_tokens if TOKEN in tag else self._compiler).compile_structural_tag(tag)
         if wanted.kind == "regex":
             return self._compiler.compile_regex(source)
         if wanted.kind == "lark":

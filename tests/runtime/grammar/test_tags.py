@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from schema_walks import Walker, backend
 
@@ -141,3 +142,21 @@ def test_formats_within_formats_are_bounded() -> None:
         value = {"type": "optional", "content": value}
     with pytest.raises(RequestError, match="within one another more than 32 times"):
         backend().compile(StructuredOutputs(structural_tag={"format": value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("named", ["token", "begin", "exclude_token"])
+def test_tags_that_differ_in_the_ids_of_tokens_alone_are_told_apart(named: str) -> None:
+    for token in (*b"xyz", *b"xyz"):
+        one: dict[str, Any] = {"type": "token", "token": token}
+        if named == "begin":
+            one = {"type": "tag", "begin": one, "content": {"type": "any_text"}, "end": "+"}
+        if named == "exclude_token":
+            one = {"type": "exclude_token", "exclude_tokens": [token]}
+        text = {"type": "sequence", "elements": [{"type": "const_string", "value": "!"}, one]}
+        walker = Walker(StructuredOutputs(structural_tag={"format": text}))  # type: ignore[arg-type]
+        matcher = walker.grammar.matcher()
+        assert matcher.accept(ord("!"))
+        matcher.fill(walker.bits, 0)
+        allowed = np.flatnonzero(np.unpackbits(walker.bits.view(np.uint8), bitorder="little"))
+        assert (set(b"xyz") & set(allowed.tolist()) == {token}) == (named != "exclude_token")
+        assert (token in allowed) == (named != "exclude_token")
