@@ -109,6 +109,7 @@ FOLDERS = {
         "measure",
         "offload",
         "openai",
+        "reasoning",
         "record",
         "runners",
         "scheduler",

@@ -90,7 +90,7 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
     """Return what transformers renders of `golden_chats` by the template, for comparison with the runtime.
 
     form: the form in which the template reads messages; null for a template that leaves out the user's words in every
-    form. calls: the form in which it writes calls of tools, or null; reasoning: that of its reasoning, or null.
+    form. calls: the form in which it writes calls of tools, or null; reasoning: that of its reasoning, if any.
     vectors: [{messages, add_generation_prompt, text, token_ids}], without conversations that the template refuses.
     depends_on_time: whether texts hold the day on which they were made. begins_with_bos: whether a plain text, and a
     conversation, begin with BOS; a conversation has it from the template, never twice. stop_token_ids: the ids that end
@@ -125,7 +125,7 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
     return {
         "form": None if form is None else asdict(form),
         "calls": None if calls is None else calls.to_json(),
-        "reasoning": None if reasoning is None else reasoning.to_json(),
+        **({} if reasoning is None else {"reasoning": reasoning.to_json()}),
         "depends_on_time": "strftime_now" in template,
         "begins_with_bos": {
             "text": bos is not None and plain[:1] == [bos],

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from inferc.runtime.text.tokenizer import Text
 
+NO_TEXT = b"\xff"  # no character's first byte
+
 
 @dataclass(frozen=True)
 class Vocabulary:
     """The tokens of a model as grammars match them.
 
     tokens: the bytes of each id; control tokens, and ids that the tokenizer does not have, have none and are never
-    chosen. end_ids: the tokens that end an answer once it is complete.
+    chosen. The markers of reasoning have bytes that are no text, so they are chosen only where a grammar names their
+    ids. end_ids: the tokens that end an answer once it is complete.
     """
 
     tokens: tuple[bytes, ...]
@@ -24,5 +27,11 @@ class Vocabulary:
     def of(text: Text, vocab_size: int, end_ids: tuple[int, ...]) -> Vocabulary:
         """Return the vocabulary of a tokenizer, for a model with `vocab_size` logits."""
         hidden = text.special_ids | set(end_ids)
-        tokens = tuple(b"" if token in hidden else text.token_bytes(token) for token in range(vocab_size))
-        return Vocabulary(tokens, end_ids)
+        marks = text.reasoning_marks
+
+        def spelled(token: int) -> bytes:
+            if token in marks:
+                return NO_TEXT + text.token_bytes(token)
+            return b"" if token in hidden else text.token_bytes(token)
+
+        return Vocabulary(tuple(map(spelled, range(vocab_size))), end_ids)

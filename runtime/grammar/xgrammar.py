@@ -59,11 +59,17 @@ class Library:
         self.tokenizer_info = named("TokenizerInfo")
         self.compiler = named(
             "GrammarCompiler",
-            "compile_json_schema",
-            "compile_regex",
-            "compile_lark",
-            "compile_grammar_from_strings",
+            "compile_grammar_ebnf",
             "compile_structural_tag",
+        )
+        self.grammar = named(
+            "Grammar",
+            "from_json_schema",
+            "from_regex",
+            "from_lark",
+            "from_ebnf",
+            "from_structural_tag",
+            "concat",
         )
         self.compiled = named("CompiledGrammar", "serialize_json", "deserialize_json", "memory_size_bytes")
         self.matcher = named("GrammarMatcher", "accept_token", "fill_next_token_bitmask", "rollback", "is_terminated")
@@ -118,29 +124,42 @@ class XGrammar:
         return str(made.serialize_json()).encode()
 
     def _compile(self, wanted: StructuredOutputs) -> Any:
-        source = wanted.source
+        if wanted.before is not None:
+            before = self._library.grammar.from_structural_tag(
+                f'{{"type": "structural_tag", "format": {wanted.before}}}'
+            )
+            whole = self._library.grammar.concat([before, self._grammar(wanted)])
+            return self._of_tokens.compile_grammar_ebnf(whole)
+        if wanted.kind == "structural_tag":
+            tag = self._tag(wanted)
+            return (self._of_tokens if TOKEN in tag else self._compiler).compile_structural_tag(tag)
+        return self._compiler.compile_grammar_ebnf(self._grammar(wanted))
+
+    def _grammar(self, wanted: StructuredOutputs) -> Any:
+        source, grammar = wanted.source, self._library.grammar
         if wanted.kind == "json":
-            schema = json.dumps(exact_schema(_parsed(source)), ensure_ascii=False)
-            return self._json(schema, wanted)
+            return self._json(json.dumps(exact_schema(_parsed(source)), ensure_ascii=False), wanted)
         if wanted.kind == "json_object":
             return self._json(ANY_OBJECT, wanted)
         if wanted.kind == "structural_tag":
-            most = 0 if wanted.disable_any_whitespace else MAX_WHITESPACE
-            tag = json.dumps(exact_tag(_parsed(source), most), ensure_ascii=False)
-            return (self._of_tokens if TOKEN in tag else self._compiler).compile_structural_tag(tag)
+            return grammar.from_structural_tag(self._tag(wanted))
         if wanted.kind == "regex":
-            return self._compiler.compile_regex(source)
+            return grammar.from_regex(source, False)
         if wanted.kind == "lark":
-            return self._compiler.compile_lark(source, [], [])
+            return grammar.from_lark(source, self._info, [], [])
         if wanted.kind == "choice":
             source = "root ::= " + " | ".join(map(_quoted, json.loads(source)))
-        return self._compiler.compile_grammar_from_strings(source, "root")
+        return grammar.from_ebnf(source, "root")
 
     def _json(self, schema: str, wanted: StructuredOutputs) -> Any:
         free = not wanted.disable_any_whitespace
         most = MAX_WHITESPACE if free else None
         # Without an indent and separators of its own; names that a schema does not mention are not written; in order.
-        return self._compiler.compile_json_schema(schema, free, None, None, True, most, False)
+        return self._library.grammar.from_json_schema(schema, free, None, None, True, most, False, False)
+
+    def _tag(self, wanted: StructuredOutputs) -> str:
+        most = 0 if wanted.disable_any_whitespace else MAX_WHITESPACE
+        return json.dumps(exact_tag(_parsed(wanted.source), most), ensure_ascii=False)
 
     def _check_admits(self, made: Any) -> None:
         """Raise RequestError for a grammar with which no first token could be chosen."""

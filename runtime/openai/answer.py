@@ -76,25 +76,34 @@ def prompt_offsets(text: str, token_ids: Sequence[int], token: TokenOf, special:
 
 @dataclass(frozen=True)
 class Usage:
-    """The token counts of a prompt, of its part that was found in the prefix cache, and of its outputs."""
+    """The token counts of a prompt, of its part that was found in the prefix cache, and of its outputs.
+
+    reasoning_tokens: of the outputs' reasoning; None: it is not told from the text.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    reasoning_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The outputs for one prompt, with its token counts; cached_tokens were found in the prefix cache."""
+    """The outputs for one prompt, with its token counts; cached_tokens were found in the prefix cache.
+
+    reasoning: that of each output, and how many tokens it has together; None: it is not told from the text.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     outputs: Sequence[CompletionOutput]
+    reasoning: Sequence[str] = ()
+    reasoning_tokens: int | None = None
 
     @property
     def usage(self) -> Usage:
         num_tokens = sum(len(output.token_ids) for output in self.outputs)
-        return Usage(self.prompt_tokens, self.cached_tokens, num_tokens)
+        return Usage(self.prompt_tokens, self.cached_tokens, num_tokens, self.reasoning_tokens)
 
 
 def response_body(
@@ -165,11 +174,13 @@ def usage_body(usages: Sequence[Usage]) -> dict[str, Any]:
     """Return the sum of the usages as OpenAI's object."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     output_tokens = sum(usage.output_tokens for usage in usages)
+    reasoning = [usage.reasoning_tokens for usage in usages if usage.reasoning_tokens is not None]
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        **({"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}} if reasoning else {}),
     }
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from inferc.errors import RequestError, shown
 
+REASONING = ("reasoning_content", "reasoning")
 # Fields of a message beside role and content, which the chat template reads, by the message's role.
 OF_MESSAGES = {
-    "assistant": ("tool_calls", "reasoning_content", "reasoning", "name"),
+    "assistant": ("tool_calls", *REASONING, "name"),
     "tool": ("tool_call_id", "name"),
 }
 
@@ -37,8 +38,11 @@ def _message(index: int, message: Any, has_calls: bool) -> dict[str, Any]:
     for name, value in message.items():
         if name not in ("role", "content", *more) and value:
             raise RequestError(f"{where}.{name:.40} is {shown(value)}, which is not built yet; leave it out")
+    for name in REASONING:
+        if not isinstance(more.get(name, ""), str):
+            raise RequestError(f"{where}.{name}: expected a text, found {shown(more[name])}")
     content = message.get("content")
-    if content is None and "tool_calls" in more:
+    if content is None and not {"tool_calls", *REASONING}.isdisjoint(more):
         return {"role": message["role"], "content": None, **more}
     parts = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:

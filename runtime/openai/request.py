@@ -16,6 +16,7 @@ from inferc.errors import RequestError, shown
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.fields import NOTHING, check_fields
 from inferc.runtime.openai.messages import messages_of
+from inferc.runtime.openai.reasoning import LIMITS, Shown, limit_of, shown_of
 from inferc.runtime.openai.response_format import form_of
 from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.sampling_params import (
@@ -75,6 +76,9 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
     "add_generation_prompt": (None, True),
+    "stream_reasoning": (None, True),
+    "include_reasoning": (None, True),
+    **dict.fromkeys(LIMITS, (None,)),
 }
 # Fields that a server supports for its requests and an offline batch does not.
 SERVED = frozenset(
@@ -90,8 +94,9 @@ SERVED = frozenset(
 )
 # Fields that a chat on a server supports, and nothing else does.
 OF_TOOLS = ("tools", "tool_choice")
+OF_REASONING = ("include_reasoning", *LIMITS)
 # Fields that only a chat template reads; they are refused with a plain prompt, which no template writes.
-OF_CHATS = ("chat_template_kwargs", "add_generation_prompt")
+OF_CHATS = ("chat_template_kwargs", "add_generation_prompt", "include_reasoning", *LIMITS)
 # Variables of a template that a request sets through its own fields, not through chat_template_kwargs.
 TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
@@ -116,6 +121,8 @@ class OpenAIRequest:
     - generates: whether any token is to be generated.
     - template: variables of the chat template.
     - tools: what the answer may call; None if nothing.
+    - reasoning: where the answer shows its reasoning; None: it is not told from the text. max_reasoning_tokens: after
+      so many tokens it ends.
     - stream: the answer comes in parts, as stream_options say.
     - warnings: what of the body was ignored.
     """
@@ -129,6 +136,8 @@ class OpenAIRequest:
     return_token_ids: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
     tools: Tools | None = None
+    reasoning: Shown | None = None
+    max_reasoning_tokens: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     warnings: tuple[str, ...] = ()
@@ -162,19 +171,22 @@ def parse_request(
         )
     fields = openai_fields.CHAT if url == CHAT else openai_fields.COMPLETION
     check_fields(body, fields)
-    sampling = sampling_of(body, is_served, takes_tools=is_served and url == CHAT)
     if url == COMPLETIONS:
         check_is_no_chat(body)
+    is_chat = is_served and url == CHAT
+    sampling = sampling_of(body, is_served, takes_tools=is_chat, takes_reasoning=is_chat)
     read = _chat if url == CHAT else _completion
     return replace(read(body, sampling, is_served, defaults or {}), warnings=warnings_of(body, fields, FIXED))
 
 
-def sampling_of(body: Mapping[str, Any], is_served: bool, takes_tools: bool = False) -> dict[str, Any]:
+def sampling_of(
+    body: Mapping[str, Any], is_served: bool, takes_tools: bool = False, takes_reasoning: bool = False
+) -> dict[str, Any]:
     """Return the sampling parameters that all bodies have in common, of a body whose types have been checked.
 
     Raises RequestError for an unsupported field, and for options of a stream without one.
     """
-    check_supported(body, is_served, takes_tools)
+    check_supported(body, is_served, takes_tools, takes_reasoning)
     sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     if body.get("logit_bias") is not None:
         sampling["logit_bias"] = logit_bias_of(body["logit_bias"])
@@ -189,10 +201,13 @@ def sampling_of(body: Mapping[str, Any], is_served: bool, takes_tools: bool = Fa
     return sampling
 
 
-def check_supported(body: Mapping[str, Any], is_served: bool, takes_tools: bool = False) -> None:
+def check_supported(
+    body: Mapping[str, Any], is_served: bool, takes_tools: bool = False, takes_reasoning: bool = False
+) -> None:
     """Raise RequestError for a field that would change the answer and is not supported."""
     for name, allowed in FIXED.items():
         is_taken = (is_served and name in SERVED) or (takes_tools and name in OF_TOOLS)
+        is_taken |= takes_reasoning and name in OF_REASONING
         if body.get(name) not in allowed and not is_taken:
             raise not_built(name, body[name])
 
@@ -313,6 +328,8 @@ def _chat(
         label = sampling["structured_outputs"].label
         raise RequestError(f"tools: {label} gives the answer a form, too; send one of them, or tool_choice none")
     request = chat_request(body, messages_of(body, has_calls=is_served), sampling, is_served, defaults)
+    if is_served:
+        request = replace(request, reasoning=shown_of(body), max_reasoning_tokens=limit_of(body))
     if tools is None:
         return request
     return replace(request, tools=tools, template={**request.template, "tools": tools.for_template})

@@ -18,7 +18,6 @@ IGNORED = frozenset(
         "guided_decoding_backend",
         "id",
         "id_slot",
-        "include_reasoning",
         "keep_alive",
         "max_completion_tokens",
         "max_tool_calls",
@@ -34,11 +33,9 @@ IGNORED = frozenset(
         "request_id",
         "rid",
         "safety_identifier",
-        "separate_reasoning",
         "service_tier",
         "session_id",
         "store",
-        "stream_reasoning",
         "verbosity",
     )
 )

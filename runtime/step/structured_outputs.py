@@ -35,7 +35,8 @@ class StructuredOutputs:
     - structural_tag: text of which parts follow forms, in xgrammar's notation, as text or as an object.
     - disable_any_whitespace: JSON is written on one line, `{"a": 1, "b": 2}`; otherwise the model may indent it.
 
-    label: the name of the field that gave the form, for messages.
+    label: the name of the field that gave the form, for messages. before: a format of a structural tag, as JSON, which
+    the answer has before the form: that of reasoning, which no client gives.
 
     The answer then ends where the form ends. Raises RequestError if not exactly one is given, and for wrong types.
     """
@@ -48,6 +49,7 @@ class StructuredOutputs:
     structural_tag: str | None = None
     disable_any_whitespace: bool = False
     label: str = field(default="", compare=False, repr=False)
+    before: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if self._gives(name)]
@@ -77,7 +79,7 @@ class StructuredOutputs:
             return value
         if not isinstance(value, Mapping):
             raise RequestError(f"structured_outputs: expected an object with one of {', '.join(FORMS)}")
-        known = [each.name for each in fields(StructuredOutputs) if each.compare]
+        known = [each.name for each in fields(StructuredOutputs) if each.name not in ("label", "before")]
         found: dict[str, Any] = {}
         for name, each in value.items():
             if name in known:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.runtime.text.detokenizer import Detokenizer
 from inferc.runtime.text.stop_strings import StopStrings
-from inferc.runtime.text.tokenizer import Detokenizer, Text
+from inferc.runtime.text.tokenizer import Text
 
 
 class Delta(NamedTuple):
@@ -24,11 +25,14 @@ class Delta(NamedTuple):
 
 
 class TextStream:
-    """The text of one sequence of a request: it detokenizes the outputs and applies the stop strings."""
+    """The text of one sequence of a request: it detokenizes the outputs and applies the stop strings.
 
-    def __init__(self, text: Text, params: SamplingParams) -> None:
+    marks: as in Detokenizer.
+    """
+
+    def __init__(self, text: Text, params: SamplingParams, marks: Mapping[int, str] | None = None) -> None:
         self._params = params
-        self._detokenizer = Detokenizer(text, params.skip_special_tokens)
+        self._detokenizer = Detokenizer(text, params.skip_special_tokens, marks=marks)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         self._count = 0
 

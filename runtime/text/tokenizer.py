@@ -7,9 +7,8 @@ characters.
 
 from __future__ import annotations
 
-import codecs
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +20,7 @@ from inferc.chat.form import ChatForm, form_of
 from inferc.chat.reasoning import ReasoningForm, reasoning_form_of
 from inferc.errors import ArtifactError, RequestError
 from inferc.runtime.text.control_tokens import ControlTokens, parse_in_text
+from inferc.runtime.text.detokenizer import Detokenizer
 from inferc.runtime.text.files import GoldenChats, GoldenText, TextFiles
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ Form = TypeVar("Form")
 
 LONG_TEXT = 10_000  # characters, which take about 10 ms to encode
 LONG_IDS = 10_000  # ids, which take about 10 ms to decode
-WINDOW = 16  # ids that may be held back while the text ends in half a character, if decoding is not by bytes
 
 
 class Text:
@@ -166,6 +165,22 @@ class Text:
         names = map(self.tokenizer.id_to_token, sorted(self.special_ids))
         return next((name for name in names if name and name in written), None)
 
+    def check_reasoning(self) -> ReasoningForm:
+        """Return the form in which the model writes reasoning. Raises RequestError if none is known."""
+        if self.reasoning_form is None:
+            raise RequestError(
+                "max_reasoning_tokens: the model's chat template does not tell how it writes reasoning; leave it out"
+            )
+        return self.reasoning_form
+
+    @cached_property
+    def reasoning_marks(self) -> dict[int, str]:
+        """The tokens that are a marker of reasoning each, with the marker; none if markers are several tokens."""
+        form = self.reasoning_form
+        markers = [] if form is None else [form.opening, form.closing]
+        added = {entry.content: token for token, entry in self.tokenizer.get_added_tokens_decoder().items()}
+        return {added[each]: each for each in markers} if all(each in added for each in markers) else {}
+
     @property
     def template_source(self) -> str | None:
         """The source of the chat template, if there is one."""
@@ -295,49 +310,6 @@ def _byte_of_char() -> dict[str, int]:
 
 
 BYTE_OF_CHAR = _byte_of_char()
-
-
-class Detokenizer:
-    """An incremental detokenizer: the pieces that it returns add up to the text of all ids.
-
-    at_start: the ids begin a text, so a sentencepiece model's first space is dropped; after a prompt it is kept.
-    """
-
-    def __init__(self, text: Text, skip_special_tokens: bool = True, at_start: bool = False) -> None:
-        self._text = text
-        self._is_by_bytes = text.is_by_bytes
-        self._skip = text.special_ids if skip_special_tokens else frozenset()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._strip = at_start and text.strips_first_space
-        # For a decoder that is not by bytes: the ids of the last piece, followed by the ids held back.
-        self._window: list[int] = []
-        self._shown = 0
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        ids = [token for token in token_ids if token not in self._skip]
-        if not self._is_by_bytes:
-            return self._push_window(ids)
-        piece = self._utf8.decode(b"".join(map(self._text.token_bytes, ids)))
-        if self._strip and piece:
-            self._strip = False
-            piece = piece.removeprefix(" ")
-        return piece
-
-    def finish(self) -> str:
-        """Return what was held back; half a character becomes U+FFFD."""
-        return self._utf8.decode(b"", final=True) if self._is_by_bytes else self._push_window([], final=True)
-
-    def _push_window(self, ids: list[int], final: bool = False) -> str:
-        """Return the text that `ids` add after the previous piece, which determines the spaces between them."""
-        self._window += ids
-        shown = self._text.decode(self._window[: self._shown], skip_special_tokens=False)
-        whole = self._text.decode(self._window, skip_special_tokens=False)
-        held = len(self._window) - self._shown
-        if not held or (whole.endswith("\ufffd") and not final and held < WINDOW):
-            return ""
-        del self._window[: self._shown]
-        self._shown = len(self._window)
-        return whole[len(shown) :]
 
 
 def _kept(path: Path, name: str, value: Any, read: Callable[[Any], Form]) -> Form | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,9 +13,11 @@ from inferc.errors import RequestError
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, EchoedPrompt, Token, Usage, prompt_offsets
 from inferc.runtime.openai.request import OpenAIRequest, Prompt
+from inferc.runtime.reasoning.reasoning import Reasoning
 from inferc.runtime.step.plan import Logprobs
 from inferc.serve.answering.entry_limits import check_likely, check_prompt_entries
 from inferc.serve.answering.logprobs_json import PromptJson, prompt_json
+from inferc.serve.answering.reasoning import ReasoningApart, with_effort
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.served_model import TEXTS_AT_ONCE, ServedModel
 from inferc.serve.models.streams import Delta, Stream
@@ -34,7 +36,8 @@ class Answering:
 
     def __init__(self, model: ServedModel, request: OpenAIRequest, request_id: str = "") -> None:
         """Check that the request may be taken now; raises the same errors as AsyncEngine.check_open."""
-        self.model, self.request = model, request
+        self.model = model
+        self.request = request if request.reasoning is None else with_effort(request, model.engine.text)
         self.params = request.params
         self.calls: CallForm | None = None  # the form of the answer's calls, if it may have any
         if request.tools is not None:
@@ -42,6 +45,9 @@ class Answering:
             self.calls = None if request.tools.choice == "none" else form
             if self.params.structured_outputs is None:
                 self.params = replace(self.params, structured_outputs=request.tools.held_to(form))
+        self._apart: ReasoningApart | None = None  # tells reasoning from text, if the model's answers may have any
+        if request.max_reasoning_tokens is not None:
+            model.engine.text.check_reasoning()
         self._request_id = request_id
         self._news = asyncio.Event()
         self._streams: list[Stream] = []
@@ -63,12 +69,25 @@ class Answering:
         check_prompt_entries(self.request, self._top, num_tokens, sum(map(len, texts)))
         self._prompts = await gather_some(self._prompt_json, list(zip(texts, ids, strict=True)), TEXTS_AT_ONCE)
         if self.request.generates:
+            self._begin_reasoning(ids)
+            marks = None if self._apart is None else self._apart.marks
             at_once = max(1, min(OPENED_AT_ONCE, MANY_LISTED // max(1, self.params.num_listed)))
             for number, each in enumerate(ids):
                 if number % at_once == at_once - 1:
                     await asyncio.sleep(0)  # give other tasks a turn: there may be a thousand prompts
                 name = self._request_id if len(ids) == 1 or not self._request_id else f"{self._request_id}-{number}"
-                self._streams.append(self.model.open(each, self.params, name, self._news, self.request.kind))
+                self._streams.append(self.model.open(each, self.params, name, self._news, self.request.kind, marks))
+
+    def _begin_reasoning(self, ids: Sequence[Sequence[int]]) -> None:
+        """Prepare to tell reasoning from text, as the prompt leaves it, and let the answer's form begin behind it."""
+        if (shown := self.request.reasoning) is None or (form := self.model.engine.text.reasoning_form) is None:
+            return
+        (prompt,) = ids
+        reasoning = Reasoning.after(self.model.engine.text, form, prompt)
+        reasoning, wanted = reasoning.held(self.params.structured_outputs, self.request.max_reasoning_tokens)
+        if wanted is not None:
+            self.params = replace(self.params, structured_outputs=wanted)
+        self._apart = ReasoningApart(reasoning, shown)
 
     def close(self) -> None:
         for stream in self._streams:
@@ -86,7 +105,8 @@ class Answering:
             self._news.clear()
             for number, stream in list(left.items()):
                 while (delta := stream.take()) is not None:
-                    yield number, number * n + delta.index, delta
+                    index = number * n + delta.index
+                    yield number, index, delta if self._apart is None else self._apart.of(index, delta)
                 if stream.is_done:
                     del left[number]
 
@@ -99,7 +119,13 @@ class Answering:
             num_entries += self.num_likely(delta)
             self.check_likely(num_entries)
         return [
-            Answer(self._prompts[number].num_tokens, self._num_cached(number), [each.so_far() for each in of_prompt])
+            Answer(
+                self._prompts[number].num_tokens,
+                self._num_cached(number),
+                [each.so_far() for each in of_prompt],
+                [each.reasoning for each in of_prompt],
+                self._num_reasoning,
+            )
             for number, of_prompt in enumerate(outputs)
         ]
 
@@ -109,7 +135,7 @@ class Answering:
 
     def usage_of(self, number: int, count: int) -> Usage:
         """Return the usage so far of one prompt; count: its number of output tokens."""
-        return Usage(self._prompts[number].num_tokens, self._num_cached(number), count)
+        return Usage(self._prompts[number].num_tokens, self._num_cached(number), count, self._num_reasoning)
 
     def num_likely(self, delta: Delta) -> int:
         """Return how many tokens and likely tokens a delta has log probabilities of."""
@@ -126,6 +152,10 @@ class Answering:
     def token(self, token_id: int) -> Token:
         data = self.model.engine.text.token_bytes(token_id)
         return data.decode(errors="replace"), list(data)
+
+    @property
+    def _num_reasoning(self) -> int | None:
+        return None if self._apart is None else self._apart.num_tokens
 
     def _num_cached(self, number: int) -> int:
         return self._streams[number].num_cached if self._streams else 0
@@ -183,16 +213,22 @@ class Growing:
     """An output that grows delta by delta."""
 
     def __init__(self, index: int) -> None:
-        self._output, self._texts = CompletionOutput(index), list[str]()
+        self._output, self._texts, self._thoughts = CompletionOutput(index), list[str](), list[str]()
 
     def add(self, delta: Delta) -> None:
         output = self._output
         self._texts.append(delta.text)
+        self._thoughts.append(delta.reasoning)
         output.token_ids += delta.token_ids
         output.finish_reason = delta.finish_reason
         if delta.logprobs:
             output.logprobs = [] if output.logprobs is None else output.logprobs
             output.logprobs += delta.logprobs
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return "".join(self._thoughts)
 
     def so_far(self) -> CompletionOutput:
         return replace(self._output, text="".join(self._texts))

@@ -15,6 +15,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from inferc.runtime.openai.answer import Answer, response_body
+from inferc.runtime.openai.reasoning import with_reasoning
 from inferc.runtime.openai.request import (
     CHAT,
     COMPLETIONS,
@@ -235,6 +236,10 @@ class _Completions:
         found = response_body(request, plain, self.name, self.model.name, self.created, token)
         if answering.calls is not None:
             found["choices"] = [with_calls(choice, answering.calls) for choice in found["choices"]]
+        if request.kind == "chat":
+            thoughts = [each for answer in answers for each in answer.reasoning]
+            choices = zip(found["choices"], thoughts, strict=True)
+            found["choices"] = [with_reasoning(choice, thought) for choice, thought in choices]
         for index, (choice, output) in enumerate(zip(found["choices"], outputs, strict=True)):
             if request.kind == "completion":
                 choice.update(answering.prompt_json(index // request.num_outputs).choice(output, token))

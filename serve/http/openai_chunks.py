@@ -17,10 +17,11 @@ from inferc.runtime.openai.answer import (
     completion_logprobs,
     usage_body,
 )
+from inferc.runtime.openai.reasoning import reasoning_delta
 from inferc.runtime.openai.request import OpenAIRequest
 from inferc.runtime.openai.tool_calls import delta_of, finish_reason
 from inferc.runtime.step.plan import Logprobs
-from inferc.runtime.tools.call_reader import CallReader
+from inferc.runtime.tools.call_reader import CallPart, CallReader
 from inferc.serve.answering.logprobs_json import PromptJson
 from inferc.serve.models.streams import Delta
 
@@ -83,10 +84,12 @@ class Chunks:
             elif self._warnings and len(self._begun) == 1:
                 nothing = {"text": "", "logprobs": None, "finish_reason": None}
                 first = self._dump(index, nothing, usage, self._warnings)
-        if self._calls is not None:
-            return first + self._with_calls(index, delta, self._calls, usage)
+        if self._calls is not None or delta.reasoning:
+            return first + self._in_parts(index, delta, usage)
         if delta.logprobs or self._request.return_token_ids:
             return first + self._dump(index, self._body(index, delta), usage)
+        if not delta.text and delta.finish_reason is None:  # what came is awaited to tell reasoning from text
+            return first
         text = msgspec.json.encode(delta.text)
         reason = b"null" if delta.finish_reason is None else b'"%s"' % delta.finish_reason.encode()
         named = b',"delta":{"content":' + text + b"}" if self._is_chat else b',"text":' + text
@@ -104,18 +107,22 @@ class Chunks:
             )
         )
 
-    def _with_calls(self, index: int, delta: Delta, form: CallForm, usage: Usage | None) -> bytes:
-        """Return an event for each part of the answer that a delta completes: text, or a part of a call of a tool."""
-        reader = self._readers.setdefault(index, CallReader(form))
-        parts = [*reader.push(delta.text), *(reader.finish() if delta.finish_reason is not None else [])]
-        has_calls = reader.num_calls > 0 and not reader.is_cut
+    def _in_parts(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
+        """Return an event for each part of the answer that a delta completes: reasoning, text, a part of a call."""
+        said: list[str | CallPart] = [delta.text] if delta.text else []
+        has_calls = False
+        if self._calls is not None:
+            reader = self._readers.setdefault(index, CallReader(self._calls))
+            said = [*reader.push(delta.text), *(reader.finish() if delta.finish_reason is not None else [])]
+            has_calls = reader.num_calls > 0 and not reader.is_cut
+        parts = [*([reasoning_delta(delta.reasoning)] if delta.reasoning else []), *map(delta_of, said)]
         whole = self._body(index, delta)
         if not parts and (delta.finish_reason is not None or delta.logprobs or self._request.return_token_ids):
-            parts = [""]
+            parts = [delta_of("")]
         events = []
         for number, part in enumerate(parts):
             body: dict[str, Any] = {"logprobs": None} if number else whole
-            body = {**body, "delta": delta_of(part)}
+            body = {**body, "delta": part}
             is_last = number == len(parts) - 1
             body["finish_reason"] = finish_reason(delta.finish_reason, has_calls) if is_last else None
             events.append(self._dump(index, body, usage))

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -176,15 +176,16 @@ class AsyncEngine:
         on_over: Callable[[int], None] = lambda output_tokens: None,
         max_seconds: float | None = None,
         kind: Kind = "completion",
+        marks: Mapping[int, str] | None = None,
     ) -> Stream:
         """Start a request and return its stream, which the caller must close when done with it.
 
-        news, owner, on_over, kind: as in Stream. max_seconds: the request fails with RequestTimeout after that long.
-        Raises RequestIdInUse, QueueFull or EngineUnavailable. Anything else that is wrong with the request (a prompt
-        that is too long, for example) is raised by the stream.
+        news, owner, on_over, kind, marks: as in Stream. max_seconds: the request fails with RequestTimeout after that
+        long. Raises RequestIdInUse, QueueFull or EngineUnavailable. Anything else that is wrong with the request (a
+        prompt that is too long, for example) is raised by the stream.
         """
         self.check_open(params.n, num_listed=params.num_listed)
-        stream = Stream(self, prompt_token_ids, params, self._name(request_id), news, owner, on_over, kind)
+        stream = Stream(self, prompt_token_ids, params, self._name(request_id), news, owner, on_over, kind, marks)
         self._begin(stream)
         if max_seconds is not None:
             stream.timer = self._loop.call_later(max_seconds, self._time_out, stream, max_seconds)

@@ -240,8 +240,12 @@ class ServedModel:
         request_id: str = "",
         news: asyncio.Event | None = None,
         kind: Kind = "completion",
+        marks: Mapping[int, str] | None = None,
     ) -> Stream:
-        """Start a request in the caller's name, within its limits; raise as AsyncEngine.open and Caller.begin do."""
+        """Start a request in the caller's name, within its limits; raise as AsyncEngine.open and Caller.begin do.
+
+        kind, marks: as in Stream.
+        """
         caller = CALLER.get()
         with self._refusals_counted():
             params = caller.begin(len(prompt_token_ids), params)
@@ -255,6 +259,7 @@ class ServedModel:
                 caller.end,
                 max_seconds=caller.limits.max_request_seconds,
                 kind=kind,
+                marks=marks,
             )
             if self._tracing is not None:
                 self._tracing.begin(stream, self.name)

@@ -37,6 +37,7 @@ class Delta:
     token_ids: list[int]
     finish_reason: str | None
     logprobs: list[Logprobs]
+    reasoning: str = ""  # what came before the text, where that is read apart (serve/answering)
 
 
 @dataclass
@@ -138,10 +139,11 @@ class Stream:
         owner: str = "",
         on_over: Callable[[int], None] = lambda output_tokens: None,
         kind: Kind = "completion",
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         """Create a stream that has not been started.
 
-        owner: the API key's name of the caller, who may abort it.
+        marks: as in Detokenizer. owner: the API key's name of the caller, who may abort it.
         on_over is called once, when the request is over, with the number of its output tokens.
         """
         self.request_id = request_id
@@ -171,7 +173,7 @@ class Stream:
         # None once output has come: the request cannot be restarted from then on.
         self._prompt: Sequence[int] | None = prompt_token_ids
         self._params = params
-        self._texts = [TextStream(engine.text, params) for _ in range(params.n)]
+        self._texts = [TextStream(engine.text, params, marks) for _ in range(params.n)]
         self._running = set(range(params.n))
         self._pending: dict[int, deque[_Pending]] = {}
         self._num_unread = 0  # tokens and likely tokens in `_pending`

@@ -104,8 +104,9 @@ def find_reasoning_form(
         return None
     begin, end = found
     opening, closing = begin.strip(), end.strip()
-    if any(name and name in each and name != each for each in (opening, closing) for name in control_tokens):
-        return None  # the text does not show control tokens, and a marker is read as one of them, or as text
+    has_control = any(name in each and name != each for each in (opening, closing) for name in control_tokens)
+    if has_control or (opening in control_tokens) != (closing in control_tokens):
+        return None  # the text does not show control tokens: both markers are read as such, or as text
     switch, off = _switch(render, form, opening, closing)
     return ReasoningForm(begin, end, prompt.rstrip().endswith(opening), switch, off)
 

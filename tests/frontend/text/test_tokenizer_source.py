@@ -17,7 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.frontend.text.golden_texts import GOLDEN_TEXTS
 from inferc.frontend.text.text_files import tokenizer_files
-from inferc.runtime.text.tokenizer import Detokenizer, Text
+from inferc.runtime.text.detokenizer import Detokenizer
+from inferc.runtime.text.tokenizer import Text
 
 
 def like_llama() -> Tokenizer:

@@ -13,9 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from inferc.errors import ArtifactError, RequestError
 from inferc.runtime.step.sampling_params import SamplingParams
+from inferc.runtime.text.detokenizer import Detokenizer
 from inferc.runtime.text.stop_strings import StopStrings
 from inferc.runtime.text.text_stream import Delta, TextStream
-from inferc.runtime.text.tokenizer import BYTE_OF_CHAR, Detokenizer, Text
+from inferc.runtime.text.tokenizer import BYTE_OF_CHAR, Text
 
 EOS = 256
 

@@ -1,0 +1,118 @@
+"""The reasoning of one answer, as its prompt leaves it: how it is read, and what is held to a form behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inferc.chat.reasoning import ReasoningForm
+from inferc.errors import RequestError
+from inferc.runtime.grammar.vocabulary import NO_TEXT
+from inferc.runtime.reasoning.reader import ReasoningCount, ReasoningReader, State
+from inferc.runtime.step.structured_outputs import StructuredOutputs
+from inferc.runtime.text.tokenizer import Text
+
+# Stand for the tokens that are markers, in a text that is read: halves of surrogate pairs, which no decoded text has.
+MARKS = ("\udc00", "\udc01")
+TAIL = 64  # tokens at the end of a prompt in which a marker is looked for
+ANY: dict[str, Any] = {"type": "structural_tag", "format": {"type": "any_text"}}
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """The way in which the reasoning of one answer is read.
+
+    - form: that of the model; state: where the prompt leaves the answer.
+    - is_held: what comes behind the reasoning is held to a form.
+    """
+
+    text: Text
+    form: ReasoningForm
+    state: State
+    is_held: bool = False
+
+    @staticmethod
+    def after(text: Text, form: ReasoningForm, prompt_token_ids: Sequence[int]) -> Reasoning:
+        """Return how the answer to a prompt is read, at whose end a template may begin reasoning, or rule it out."""
+        written = b"".join(map(text.token_bytes, prompt_token_ids[-TAIL:])).decode(errors="replace").rstrip()
+        state: State = "may_begin"
+        if written.endswith(form.opening):
+            state = "begun"
+        elif written.endswith(form.closing):
+            state = "over"
+        return Reasoning(text, form, state)
+
+    @property
+    def marks(self) -> Mapping[int, str]:
+        """The characters that stand for tokens that are markers, in the text that `reader` reads."""
+        of_markers = dict(zip((self.form.opening, self.form.closing), MARKS, strict=True))
+        return {token: of_markers[marker] for token, marker in self.text.reasoning_marks.items()}
+
+    def reader(self) -> ReasoningReader:
+        """Return a reader of an answer whose text has `marks`."""
+        form, marks = self.form, self.marks
+        opening, closing = MARKS if marks else (form.opening, form.closing)
+        hidden = self.text.special_ids
+        shown = {mark: "" if token in hidden else self.text.reasoning_marks[token] for token, mark in marks.items()}
+        return ReasoningReader(opening, closing, self.state, form.trail if self.is_held else None, shown)
+
+    def count(self) -> ReasoningCount:
+        """Return what counts the reasoning of an answer."""
+        marks, form = self.text.reasoning_marks, self.form
+
+        def spelled(token: int) -> bytes:
+            return (NO_TEXT if token in marks else b"") + self.text.token_bytes(token)
+
+        first = NO_TEXT if marks else b""
+        return ReasoningCount(first + form.opening.encode(), first + form.closing.encode(), self.state, spelled)
+
+    def held(
+        self, wanted: StructuredOutputs | None, max_tokens: int | None = None
+    ) -> tuple[Reasoning, StructuredOutputs | None]:
+        """Return the form of the whole answer if `wanted` is that of what comes behind the reasoning.
+
+        max_tokens: after so many tokens the reasoning ends. Raises RequestError if its end cannot be forced.
+        """
+        if self.state == "over" or (wanted is None and max_tokens is None):
+            return self, wanted
+        if max_tokens is not None and not self.text.reasoning_marks:
+            raise RequestError(
+                f"max_reasoning_tokens: the model ends its reasoning with {self.form.closing}, which is no token of its"
+                " own, so its end cannot be forced; leave it out"
+            )
+        # Between the tags of a structural tag any bytes may stand, also those of a marker: there the limit would not
+        # hold for reasoning that need not come.
+        is_needed = max_tokens is not None and wanted is not None and wanted.kind == "structural_tag"
+        if wanted is None:
+            anything: Any = ANY
+            wanted = StructuredOutputs(structural_tag=anything, label="max_reasoning_tokens")
+        before = self._thoughts(max_tokens)
+        if self.state == "may_begin":
+            before = _sequence(_text(self.form.lead), self._marker(self.form.opening), before)
+            before = before if is_needed else {"type": "optional", "content": before}
+        return replace(self, is_held=True), replace(wanted, before=json.dumps(before, ensure_ascii=False))
+
+    def _thoughts(self, max_tokens: int | None) -> dict[str, Any]:
+        """Return the format of thoughts and their end."""
+        form = self.form
+        # A marker that is a token is chosen where it is named alone; another one is told by its text.
+        free: dict[str, Any] = {"type": "any_text"}
+        if not self.text.reasoning_marks:
+            free["excludes"] = [form.closing]
+        if max_tokens is not None:
+            free["max_tokens"] = max_tokens
+        return _sequence(free, self._marker(form.closing), _text(form.trail))
+
+    def _marker(self, marker: str) -> dict[str, Any]:
+        token = next((token for token, each in self.text.reasoning_marks.items() if each == marker), None)
+        return _text(marker) if token is None else {"type": "token", "token": token}
+
+
+def _sequence(*formats: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": [each for each in formats if each != _text("")]}
+
+
+def _text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
