@@ -27,13 +27,18 @@ class Delta(NamedTuple):
 class TextStream:
     """The text of one sequence of a request: it detokenizes the outputs and applies the stop strings.
 
-    marks: as in Detokenizer.
+    marks: as in Detokenizer; a stop string that names such a token is found there, too.
     """
 
     def __init__(self, text: Text, params: SamplingParams, marks: Mapping[int, str] | None = None) -> None:
         self._params = params
         self._detokenizer = Detokenizer(text, params.skip_special_tokens, marks=marks)
-        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        stops = params.stop
+        for token, mark in (marks or {}).items() if stops else ():
+            name = text.token_bytes(token).decode(errors="replace")
+            if token not in text.special_ids or not params.skip_special_tokens:
+                stops = (*stops, *(each.replace(name, mark) for each in stops if name in each))
+        self._stops = StopStrings(stops, params.include_stop_str_in_output)
         self._count = 0
 
     def push(self, token_ids: Sequence[int], finish_reason: str | None = None) -> Delta:

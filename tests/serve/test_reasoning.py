@@ -180,6 +180,16 @@ def test_a_stop_string_ends_reasoning_too(begun: Thinking) -> None:
     assert choice["message"]["reasoning"] == whole[: whole.index(whole[3])].strip()
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_may_be_the_marker_of_the_end(begun: Thinking, include: bool) -> None:
+    """A control token stops nothing, as no text shows it."""
+    stop = {"stop": ["</think>"], "include_stop_str_in_output": include}
+    (choice,) = begun.ask(**begun.briefly, **stop)["choices"]
+    assert (choice["message"]["content"] is None) == (begun.kind != "control")
+    assert begun.kind == "control" or choice["finish_reason"] == "stop"
+    assert "</think>" not in choice["message"]["reasoning"]
+
+
 def test_reasoning_is_left_out_or_left_in(begun: Thinking) -> None:
     limits = {"response_format": FORMAT, **begun.briefly}
     apart = begun.ask(**limits)
