@@ -147,7 +147,7 @@ class Engine:
         ends = frozenset((*eos, *params.stop_token_ids))
         self._check_choices(params, ends)
         if params.structured_outputs is not None:
-            self.grammars.check(has_end=bool(self.model.eos_token_ids))
+            self.grammars.check(bool(self.model.eos_token_ids), params.structured_outputs.label)
         if params.tap and self.taps is None:
             raise RequestError("tap: this engine keeps no values; start it with --tap NAME, or leave it out")
         for each in self._watchers:

@@ -54,19 +54,19 @@ class Grammars:
 
     # ------------------------------------------------------------------------------------------ compiling
 
-    def check(self, has_end: bool) -> None:
+    def check(self, has_end: bool, label: str) -> None:
         """Raise RequestError if an answer cannot be held to a form here.
 
-        has_end: whether the model has an end token.
+        has_end: whether the model has an end token. label: the field that gave the form.
         """
         if self._compiler is None:
             raise RequestError(
-                "structured_outputs: this engine does not hold answers to a form, since its target or its artifact"
+                f"{label}: this engine does not hold answers to a form, since its target or its artifact"
                 " cannot; leave it out, or compile the model with its tokenizer for another target"
             )
         if not has_end:
             raise RequestError(
-                "structured_outputs: the model has no end token, with which an answer of a form ends; leave it out"
+                f"{label}: the model has no end token, with which an answer of a form ends; leave it out"
             )
 
     def park(self, seqs: list[Sequence], begin: Callable[[list[Sequence]], None]) -> None:

@@ -241,11 +241,11 @@ def test_an_artifact_without_end_tokens_or_tokenizer_refuses(tiny_artifact: Path
     params = params_of("regex", "greedy")
     try:
         grammars, engine.grammars = engine.grammars, Grammars(None, 2, 8)
-        with pytest.raises(RequestError, match="structured_outputs: this engine does not hold answers to a form"):
+        with pytest.raises(RequestError, match="structured_outputs.regex: this engine does not hold answers to a form"):
             engine.add_request("a", [5], params)
         engine.grammars = grammars
         engine.model = type(engine.model)(engine.model.vocab_size, engine.model.max_model_len)
-        with pytest.raises(RequestError, match="structured_outputs: the model has no end token"):
+        with pytest.raises(RequestError, match="structured_outputs.regex: the model has no end token"):
             engine.add_request("a", [5], params)
     finally:
         engine.close()
