@@ -299,6 +299,10 @@ def test_unknown_option_and_unknown_command(tiny_artifact: Path) -> None:
         ),
         (("--served-model-name", "a"), "give a model's name before its artifact: inferc serve NAME=OUT"),
         (
+            ("--reasoning-parser", "qwen3"),
+            "how a model writes calls and reasoning is found at compile (inferc inspect OUT shows it); leave it out",
+        ),
+        (
             ("--enforce-eager",),
             "nothing runs eagerly, a model is compiled before it is served; leave --enforce-eager out",
         ),

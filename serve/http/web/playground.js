@@ -121,9 +121,12 @@ export class Playground {
     const words = el("div", { class: "words" });
     const facts = el("p", { class: "facts" }, "…");
     const shown = kind === "chat" ? el("div", { class: "markdown" }) : null;
-    node.append(...(shown ? [shown] : []), words, facts);
+    const thought = el("div", { class: "thought" });
+    const thoughts = el("details", { class: "thoughts", hidden: true }, el("summary", {}, "Reasoning"), thought);
+    node.append(...(shown ? [thoughts, shown] : []), words, facts);
     this.sent[kind] = body;
     const text = new TokenText(words);
+    const reasoning = new TokenText(thought);
     const draw = shown ? onceAFrame(() => shown.replaceChildren(...rendered(text.text))) : () => {};
     const timing = { start: performance.now(), first: NaN, last: NaN };
     const ended = { reason: null, usage: null };
@@ -134,13 +137,18 @@ export class Playground {
         if (chunk.usage) ended.usage = chunk.usage;
         for (const choice of chunk.choices) {
           const piece = kind === "chat" ? choice.delta.content || "" : choice.text;
+          const idea = kind === "chat" ? choice.delta.reasoning || "" : "";
           const tokens = tokensOf(choice.logprobs);
-          if (piece || tokens.length) {
+          if (piece || idea || tokens.length) {
             timing.last = performance.now();
             if (Number.isNaN(timing.first)) timing.first = timing.last;
           }
           const isAtEnd = this.#isAtEnd();
-          text.add(piece, tokens);
+          if (idea) {
+            thoughts.hidden = false;
+            reasoning.add(idea, tokens);
+          }
+          text.add(piece, idea ? [] : tokens);
           draw(isAtEnd ? () => this.#scroll() : null);
           if (isAtEnd) this.#scroll();
           if (choice.finish_reason) ended.reason = choice.finish_reason;

@@ -27,6 +27,7 @@ SPECULATE = (
 DRAFTING = ("--speculative-config", "--speculative-algorithm", "--num-speculative-tokens", "--speculative-model")
 OF_LLAMA_CPP = ("--draft", "--draft-max", "--draft-n", "-md", "--model-draft", "--spec-type", "-lcd", "--lookup-cache")
 NAME = "give a model's name before its artifact: inferc serve NAME=OUT"
+PARSERS = "how a model writes calls and reasoning is found at compile (inferc inspect OUT shows it); leave it out"
 PORTS = "there are two ports: inferc serve OUT --http-port PORT for OpenAI's interface, --grpc-port PORT for gRPC"
 OF_SERVERS = {
     **{
@@ -39,6 +40,7 @@ OF_SERVERS = {
     **dict.fromkeys(("--served-model-name", "--alias"), NAME),
     **dict.fromkeys(("--allowed-origins", "--cors-allow-origins"), "say which sites: --cors-origin ORIGIN, or *"),
     **dict.fromkeys((*DRAFTING, *OF_LLAMA_CPP), SPECULATE),
+    **dict.fromkeys(("--reasoning-parser", "--tool-call-parser", "--enable-auto-tool-choice", "--jinja"), PARSERS),
     "--port": PORTS,
     "--api-key": "keys are in a file: inferc keys create FILE NAME, then inferc serve OUT --api-keys FILE",
     "--enforce-eager": "nothing runs eagerly, a model is compiled before it is served; leave --enforce-eager out",

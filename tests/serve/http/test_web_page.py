@@ -15,9 +15,12 @@ from http_calls import request
 from observability import ALERT_RULES
 from playwright.sync_api import Browser, Page, expect
 from serving import Server, wait_until
+from thinking import BEGUN, make_thinking
 
 from inferc.client.scrape import Change
 from inferc.client.scrape import Page as MetricsPage
+from inferc.compiler import build
+from inferc.config import CompileConfig
 from inferc.serve.observe.metrics_page import METRICS, SERVER_METRICS
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
@@ -115,6 +118,23 @@ def test_a_person_can_chat_and_gets_what_the_interface_gives(
     page.locator(".message.user").get_by_text("Edit").click()
     expect(page.locator("#chat-input")).to_have_value(PROMPT)
     expect(page.locator(".message")).to_have_count(0)
+
+
+def test_reasoning_is_shown_apart(tiny_llama_folder: Path, tmp_path: Path, open_page: Callable[..., Watched]) -> None:
+    make_thinking(tiny_llama_folder, tmp_path / "model", BEGUN, "token")
+    build.compile(tmp_path / "model", tmp_path / "out", CompileConfig(certify="none"))
+    with Server(tmp_path / "out") as server:
+        page = open_page(server.url).page
+        page.click("#view-tokens")
+        chat(page, PROMPT, temperature=0, max_tokens=40, top_logprobs=1)
+        said = answered(page)
+        body = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 40}
+        message = request(server.url, "/v1/chat/completions", body).json["choices"][0]["message"]
+        thoughts = page.locator(".message.assistant .thoughts")
+        assert thoughts.locator("summary").text_content() == "Reasoning" and said == (message["content"] or "")
+        assert thoughts.locator(".thought").text_content() == message["reasoning"]
+        thoughts.locator("summary").click()
+        expect(thoughts.locator(".thought")).to_be_visible()
 
 
 def test_tokens_show_their_alternatives(shipped: Server, open_page: Callable[..., Watched]) -> None:
