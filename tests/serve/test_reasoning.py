@@ -336,3 +336,13 @@ def test_openai_reads_reasoning(free: Thinking) -> None:
     seen = run_client("openai", "check_reasoning.py", free.url, "out", str(free.tokens["<think>"]))
     assert seen["reasoning"] and seen["city"] in ("Rome", "Paris") and seen["reasoning_tokens"] == 6
     assert seen["streamed"] == [seen["reasoning"], seen["content"]]
+
+
+def test_drafts_change_nothing_of_reasoning_and_its_limit(free: Thinking) -> None:
+    asked = {"response_format": FORMAT, "max_reasoning_tokens": 20, "temperature": 0, **free.at_once}
+    expected = free.ask(**asked)
+    with Server(free.out, "--speculate", "ngram") as server:
+        found = Thinking(server.url, free.out, free.kind, free.tokens).ask(**asked)
+    assert found["choices"] == expected["choices"] and json.loads(found["choices"][0]["message"]["content"])
+    for name in ("completion_tokens", "completion_tokens_details"):
+        assert found["usage"][name] == expected["usage"][name]
