@@ -72,6 +72,9 @@ class Oracle:
     def close(self) -> None:
         pass
 
+    def may_draft(self, batch: Batch) -> bool:
+        return True
+
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         return [Offer(15, int(10 * self.acceptance), 0.7) for _ in slots]
 

@@ -102,7 +102,7 @@ class Engine:
         self.scheduler = Scheduler(config, clock, mover, speculation)
         self.speculation = speculation
         if speculation is not None:
-            speculation.fit = lambda slot, ids: self.grammars.fit(self.scheduler.batch, slot, ids)
+            speculation.hold_to(self.grammars, self.scheduler.batch)
         self._is_whole = True  # whether all steps so far have ended as they should
         self._clock = clock
         self._landed_at = 0.0

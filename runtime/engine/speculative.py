@@ -14,6 +14,8 @@ from inferc.kv_groups import CacheGroup, cache_groups
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.runners.api import RunnerFactory, RunnerRequest
 from inferc.runtime.speculation.draft_model import DraftSizes, ModelDrafter
+from inferc.runtime.speculation.drafter import Drafter
+from inferc.runtime.speculation.forced import ForcedDrafter
 from inferc.runtime.speculation.ngram import NgramDrafter
 from inferc.runtime.speculation.speculation import Speculation
 from inferc.targets import find_spec
@@ -112,18 +114,29 @@ class DraftModel:
 
 
 def make_speculation(
-    config: EngineConfig, draft: DraftModel | None, groups: Sequence[CacheGroup], num_blocks: Sequence[int]
+    config: EngineConfig,
+    draft: DraftModel | None,
+    groups: Sequence[CacheGroup],
+    num_blocks: Sequence[int],
+    can_draft: bool = True,
 ) -> Speculation | None:
-    """Return what drafts tokens as the config asks, or None.
+    """Return what drafts tokens, or None if nothing may be drafted.
 
-    draft: the draft model, if one is asked for. num_blocks: of each of `groups`.
+    Without speculation the tokens are drafted that a grammar forces, if the runner takes drafts (`can_draft`) and no
+    option speaks against it. draft: the draft model, if one is asked for. num_blocks: of each of `groups`.
     """
-    if Speculate.parse(config.speculate).method == "none":
+    method, count = Speculate.parse(config.speculate).method, config.speculate_tokens
+    if method == "none" and (
+        not can_draft or any(value(config) for _, value, methods, _ in NOT_WITH if "ngram" in methods)
+    ):
         return None
-    if draft is None:
-        return Speculation(NgramDrafter(config.max_num_seqs, config.speculate_tokens), config.max_num_seqs)
-    full = next(count for group, count in zip(groups, num_blocks, strict=True) if not group.frees_blocks)
-    return Speculation(draft.open(full), config.max_num_seqs)
+    other: Drafter | None = None
+    if method == "ngram":
+        other = NgramDrafter(config.max_num_seqs, count)
+    elif draft is not None:
+        full = next(count for group, count in zip(groups, num_blocks, strict=True) if not group.frees_blocks)
+        other = draft.open(full)
+    return Speculation(ForcedDrafter(count, other), config.max_num_seqs)
 
 
 def vocabulary_difference(one: Artifact, other: Artifact) -> str:

@@ -25,6 +25,9 @@ class Matcher(Protocol):
     def rollback(self, count: int) -> None:
         """Go back by `count` tokens that were accepted."""
 
+    def forced_text(self) -> str:
+        """Return the text that must come next, whatever is chosen: the beginning of all that can follow."""
+
     @property
     def is_ended(self) -> bool:
         """True once an end token was accepted: nothing can come any more."""

@@ -12,6 +12,7 @@ import msgspec
 from inferc.errors import RequestError, UnsupportedError
 from inferc.runtime.grammar.backend import Backend, CompiledGrammar, open_backend
 from inferc.runtime.grammar.compile_worker import COMPILED, REFUSED
+from inferc.runtime.grammar.spelling import Spelling
 from inferc.runtime.grammar.vocabulary import Vocabulary
 from inferc.runtime.step.structured_outputs import StructuredOutputs
 from inferc.system.worker_process import WorkerEnded, WorkerLimits, WorkerProcess
@@ -33,6 +34,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # held for moments: the engine's thread takes it
         self._opening = threading.Lock()
         self._backend: Backend | None = None
+        self.spelling: Spelling | None = None  # of the vocabulary, once a grammar was compiled
         self._first = b""  # the vocabulary, as the processes get it
         self._pool = ThreadPoolExecutor(AT_ONCE, "inferc-grammar")
         self._idle: list[WorkerProcess] = []
@@ -84,6 +86,7 @@ class GrammarCompiler:
                 vocabulary = self._make_vocabulary()
                 self._first = msgspec.msgpack.encode(vocabulary)
                 self._backend = open_backend(vocabulary)
+                self.spelling = Spelling(vocabulary.tokens)
         with self._lock:
             if not self._idle:
                 process = WorkerProcess(MODULE, "compiles grammars", self._first, self._limits)

@@ -147,12 +147,31 @@ class Grammars:
         if self._constraints:
             self._masks.mask(plan, batch.tokens, batch.prompt_len, batch.num_known)
 
+    @property
+    def is_any_held(self) -> bool:
+        """True if any sequence is held to a grammar."""
+        return bool(self._constraints)
+
     def fit(self, batch: Batch, slot: int, drafted: list[int]) -> int:
         """Return how many of the tokens drafted for a slot its grammar has; no step may be in flight."""
+        place = self._place(batch, slot)
+        return len(drafted) if place is None else place.count_fitting(drafted)
+
+    def forced(self, batch: Batch, slot: int) -> list[int]:
+        """Return the tokens that most likely come next, where a slot's grammar leaves one text; none if it does not.
+
+        No step may be in flight.
+        """
+        place = self._place(batch, slot)
+        if place is None or self._compiler is None or self._compiler.spelling is None:
+            return []
+        text = place.matcher.forced_text()
+        return self._compiler.spelling.spell(text.encode()) if text else []
+
+    def _place(self, batch: Batch, slot: int) -> Constraint | None:
         if not self._constraints:
-            return len(drafted)
-        known = int(batch.num_known[slot])
-        return self._masks.fit(slot, batch.tokens[slot], int(batch.prompt_len[slot]), known, drafted)
+            return None
+        return self._masks.at(slot, batch.tokens[slot], int(batch.prompt_len[slot]), int(batch.num_known[slot]))
 
     def forget(self, seq: Sequence) -> None:
         """Note that a sequence has ended."""

@@ -31,6 +31,15 @@ class Constraint:
     num_handed: int = 0
     accepted: list[int] = field(default_factory=list)
 
+    def count_fitting(self, token_ids: Sequence[int]) -> int:
+        """Return how many of some tokens the grammar has behind what was accepted; the place stays as it is."""
+        count = 0
+        while count < len(token_ids) and self.matcher.accept(token_ids[count]):
+            count += 1
+        if count:
+            self.matcher.rollback(count)
+        return count
+
     def go_to(self, start: int, token_ids: Sequence[int]) -> bool:
         """Go to where the output's tokens from `start` on are these, and return whether the grammar has them.
 
@@ -169,13 +178,16 @@ class MaskMaker:
             self._num_rows, self._bits = 2 * spare, None
         plan.masks = _StepMasks(self, mask_rows, found)
 
-    def fit(self, slot: int, tokens: I32, prompt_len: int, num_known: int, drafted: list[int]) -> int:
-        """Return how many of some drafted tokens the grammar of a slot's sequence has; no step may be in flight."""
-        if (constraint := self._at.get(slot)) is None:
-            return len(drafted)
-        known = tokens[prompt_len + constraint.num_handed : num_known].tolist()
-        constraint.go_to(constraint.num_handed, known + drafted)
-        return max(0, len(constraint.accepted) - (num_known - prompt_len))
+    def at(self, slot: int, tokens: I32, prompt_len: int, num_known: int) -> Constraint | None:
+        """Return the place of a slot's sequence behind all that is known of it; None if it may choose any token.
+
+        No step may be in flight.
+        """
+        constraint = self._at.get(slot)
+        if constraint is not None:
+            known = tokens[prompt_len + constraint.num_handed : num_known].tolist()
+            constraint.go_to(constraint.num_handed, known)
+        return constraint
 
     def put(self, job: Callable[[], None]) -> None:
         """Queue a job of the thread."""

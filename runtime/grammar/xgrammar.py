@@ -72,7 +72,14 @@ class Library:
             "concat",
         )
         self.compiled = named("CompiledGrammar", "serialize_json", "deserialize_json", "memory_size_bytes")
-        self.matcher = named("GrammarMatcher", "accept_token", "fill_next_token_bitmask", "rollback", "is_terminated")
+        self.matcher = named(
+            "GrammarMatcher",
+            "accept_token",
+            "fill_next_token_bitmask",
+            "find_jump_forward_string",
+            "rollback",
+            "is_terminated",
+        )
 
 
 @cache
@@ -205,6 +212,10 @@ class GrammarMatcher:
     def rollback(self, count: int) -> None:
         """Go back by `count` tokens that were accepted."""
         self._matcher.rollback(count)
+
+    def forced_text(self) -> str:
+        """Return the text that must come next, whatever is chosen."""
+        return "" if self.is_ended else str(self._matcher.find_jump_forward_string())
 
     @property
     def is_ended(self) -> bool:

@@ -24,6 +24,7 @@ from inferc.runtime.speculation.drafter import NOTHING, Offer
 from inferc.runtime.step.plan import I32, I64, SampleRows, StepPlan
 from inferc.runtime.step.sequence import Sequence as Seq
 
+KIND = 9
 EXPECTED = 0.6  # the share of drafted tokens that the large model is assumed to choose
 LEARNING = 0.1  # the weight of the newest step in how long one takes
 
@@ -72,6 +73,10 @@ class ModelDrafter:
         full = next(index for index, group in enumerate(cache.groups) if not group.spec.frees_blocks)
         self._table = cache.tables[full]
 
+    def may_draft(self, batch: Batch) -> bool:
+        """Return True: the model guesses after any text."""
+        return True
+
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         """Return what can be drafted for sequences whose tokens the draft model has computed.
 
@@ -91,7 +96,7 @@ class ModelDrafter:
                     behind.append((slot, count))
                     left -= count
             else:
-                offers.append(Offer(min(self._most, room), 0, EXPECTED))
+                offers.append(Offer(min(self._most, room), KIND, EXPECTED))
         if behind:
             self._compute(batch, behind)
         return offers

@@ -33,11 +33,15 @@ class Drafter(Protocol):
     Every token of a sequence is known when it is asked. A wrong draft costs time, and never changes an answer.
     """
 
-    depth_seconds: float
-    """The time of drafting one token more for the sequences of a step."""
+    @property
+    def depth_seconds(self) -> float:
+        """The time of drafting one token more for the sequences of a step."""
 
     def attach(self, cache: KVCacheManager) -> None:
         """Use the KV cache of the engine, whose block tables tell where a sequence's tokens are."""
+
+    def may_draft(self, batch: Batch) -> bool:
+        """Return whether anything can be drafted for any of the running sequences."""
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         """Return what could be drafted for each of some running sequences."""

@@ -95,6 +95,10 @@ class NgramDrafter:
     def attach(self, cache: KVCacheManager) -> None:
         """Do nothing: the tokens of the sequences are enough."""
 
+    def may_draft(self, batch: Batch) -> bool:
+        """Return True: any text may repeat."""
+        return True
+
     def close(self) -> None:
         """Do nothing: the indices are memory of this process."""
 

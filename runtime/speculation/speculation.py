@@ -15,14 +15,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import Drafter
+from inferc.runtime.speculation.forced import ForcedDrafter
 from inferc.runtime.speculation.lengths import Acceptance, choose_counts
 from inferc.runtime.speculation.step_times import StepTimes
 
 PATIENCE = 8  # steps without a draft after which steps do not wait for one
 LEAST_REST, MOST_REST = 16, 256  # steps for which they do not
+GOOD = 0.9  # the share of right drafts that a sequence may have that was not tried yet
 WAITING_LEARNING = 0.1  # the weight of the newest step in how long steps wait to be scheduled
 
 Fit = Callable[[int, list[int]], int]
@@ -57,6 +60,14 @@ class Speculation:
         self._drafting = 0.0  # seconds of it in which tokens were drafted
         self._num_vain = 0  # steps in a row that waited, and for which nothing was drafted
         self._rest, self._next_rest = 0, LEAST_REST
+        self._newest = -1  # the arrival of the latest sequence that was looked at
+
+    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
+        """Cut drafts off where a grammar does not have them, and draft what a grammar forces."""
+        self.fit = lambda slot, ids: grammars.fit(batch, slot, ids)
+        if isinstance(self.drafter, ForcedDrafter):
+            self.drafter.forced = lambda slot: grammars.forced(batch, slot)
+            self.drafter.is_any_held = lambda: grammars.is_any_held
 
     def attach(self, cache: KVCacheManager) -> None:
         """Use the KV cache of the engine."""
@@ -68,15 +79,27 @@ class Speculation:
 
     def wants_ids(self, batch: Batch) -> bool:
         """Return whether the next step is to be scheduled when all tokens before it are known."""
-        if not len(batch.order):
+        if not len(batch.order) or not self.drafter.may_draft(batch):
             return False
         if self._rest <= 0:
             return True
         self._rest -= 1
-        if self._rest and not self.drafter.is_promising(batch, batch.decoding().tolist()):
+        decoding = batch.decoding().tolist()
+        if self._rest and not self._has_newcomer(batch) and not self.drafter.is_promising(batch, decoding):
             return False
         self._rest, self._num_vain = 0, PATIENCE // 2
         return True
+
+    def _has_newcomer(self, batch: Batch) -> bool:
+        """Return whether a sequence came that was not there before, and drafts could pay beside the others."""
+        arrivals = [seq.arrival for slot in batch.order.tolist() if (seq := batch.seqs[slot]) is not None]
+        newest, before = max(arrivals, default=0), self._newest
+        self._newest = max(newest, before)
+        if newest <= before:
+            return False
+        unit = self.times.seconds_per_unit
+        costs = self._waiting / unit, self.drafter.depth_seconds / unit
+        return choose_counts([1], [GOOD], len(arrivals), self.times.times, *costs) == [1]
 
     def draft(
         self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
@@ -87,6 +110,8 @@ class Speculation:
         for a draft.
         """
         begun = time.perf_counter()
+        arrivals = (seq.arrival for slot in slots if (seq := batch.seqs[slot]) is not None)
+        self._newest = max(self._newest, *arrivals, -1)
         drafts = self._draft(batch, slots, room, num_tokens, reserve)
         self._drafting = time.perf_counter() - begun
         return drafts

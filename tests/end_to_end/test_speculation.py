@@ -237,6 +237,7 @@ def plain(tiny_artifact: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def ngram(tiny_artifact: Path) -> Iterator[LLM]:
     with LLM(tiny_artifact, max_num_seqs=4, num_threads=1, speculate="ngram", speculate_tokens=5) as made:
+        always_draft(made)
         yield made
 
 
@@ -271,6 +272,36 @@ def test_an_answer_ends_at_its_stop_string_whatever_came_with_it(plain: LLM, ngr
             other.stop,
         )
         assert one.logprobs == other.logprobs and len(other.logprobs or ()) == len(other.token_ids)
+
+
+def test_what_a_form_leaves_no_choice_about_is_drafted_without_being_asked(
+    tiny_artifact: Path, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of properties and brackets take fewer steps; the tokens are those of an engine that drafts nothing."""
+    asked = [Asked(prompt, "schema", how, max_tokens=64) for prompt in PROMPTS for how in HOW]
+    prompts, params = [list(PROMPTS[each.prompt]) for each in asked], [each.params for each in asked]
+    found, steps = {}, {}
+    for drafts in (False, True):
+        with monkeypatch.context() as patch:
+            if not drafts:
+                patch.setattr(load, "make_speculation", lambda *_: None)
+            with LLM(tiny_artifact, max_num_seqs=4, num_threads=1) as llm:
+                if drafts:
+                    always_draft(llm)
+                found[drafts] = [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+                stats = llm.stats()
+                assert (stats.num_drafted > 0) == drafts
+                steps[drafts] = stats.num_steps
+    assert stats.num_accepted > 0.5 * stats.num_drafted and steps[True] < steps[False]
+    assert found[True] == found[False]
+
+
+def test_what_keeps_values_of_steps_drafts_nothing(tiny_artifact: Path) -> None:
+    engine = load_engine(tiny_artifact, max_num_seqs=2, num_threads=1, tap=("*attention.out",))
+    try:
+        assert engine.speculation is None
+    finally:
+        engine.close()
 
 
 # ------------------------------------------------------------------------------------------------ draft models

@@ -30,6 +30,9 @@ class ScriptedDrafter:
     def close(self) -> None:
         pass
 
+    def may_draft(self, batch: Batch) -> bool:
+        return True
+
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         return [Offer(self._most, 0, self.right) if self._most else NOTHING for _ in slots]
 

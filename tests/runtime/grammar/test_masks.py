@@ -37,6 +37,9 @@ class Counting:
         bits[row, self.length // 32] |= np.uint32(1 << self.length % 32)
         bits[row, END // 32] |= np.uint32(1 << END % 32)
 
+    def forced_text(self) -> str:
+        return ""
+
     def rollback(self, count: int) -> None:
         self.rollbacks.append(count)
         self.length -= count
@@ -83,8 +86,8 @@ class Steps:
 
     def fit(self, slot: int, *drafted: int) -> int:
         """Return how many drafted tokens a slot's grammar has behind what is known."""
-        known = int(self.num_known[slot])
-        return self.maker.fit(slot, self.tokens[slot], int(self.prompt_len[slot]), known, list(drafted))
+        place = self.maker.at(slot, self.tokens[slot], int(self.prompt_len[slot]), int(self.num_known[slot]))
+        return len(drafted) if place is None else place.count_fitting(drafted)
 
     def masks(self, plan: StepPlan, *last_ids: int) -> list[list[int]]:
         """Return the tokens that each slot's row may choose; last_ids: what the step before sampled, by slot."""
