@@ -135,3 +135,20 @@ def served(server: Server) -> str:
 def url(server: Server) -> str:
     """Return the HTTP address of the session's server."""
     return server.url
+
+
+@pytest.fixture(scope="session")
+def tooled_artifact(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cpu artifact of a model that calls tools (tool_models.py). Only read it."""
+    from tool_models import make_tooled
+
+    return made_once(tmp_path_factory, "tooled", lambda folder: make_tooled(tiny_llama_folder, folder)) / "tooled"
+
+
+@pytest.fixture(scope="session")
+def tooled(tooled_artifact: Path) -> Iterator[Server]:
+    """An `inferc serve` of `tooled_artifact`, for tests that leave it as it is."""
+    from serving import Server
+
+    with Server(tooled_artifact) as server:
+        yield server

@@ -102,6 +102,7 @@ FOLDERS = {
     "passes": {"attention", "fuse", "lower", "normalize", "parallel", "quantize"},
     "codegen": {"cpp", "onnx", "tensorrt", "triton"},
     "runtime": {
+        "anthropic",
         "artifact",
         "engine",
         "grammar",

@@ -324,12 +324,22 @@ def _chat(
     elif body.get("top_logprobs"):
         raise RequestError(f"top_logprobs is {shown(body['top_logprobs'])} without logprobs; set logprobs to true")
     tools = tools_of(body) if is_served else None
-    if tools is not None and sampling.get("structured_outputs") is not None and tools.choice != "none":
-        label = sampling["structured_outputs"].label
-        raise RequestError(f"tools: {label} gives the answer a form, too; send one of them, or tool_choice none")
+    check_one_form(tools, sampling)
     request = chat_request(body, messages_of(body, has_calls=is_served), sampling, is_served, defaults)
     if is_served:
         request = replace(request, reasoning=shown_of(body), max_reasoning_tokens=limit_of(body))
+    return with_tools(request, tools)
+
+
+def check_one_form(tools: Tools | None, sampling: Mapping[str, Any]) -> None:
+    """Raise RequestError for tools that may be called in an answer that is held to a form of its own."""
+    form = sampling.get("structured_outputs")
+    if tools is not None and form is not None and tools.choice != "none":
+        raise RequestError(f"tools: {form.label} gives the answer a form, too; send one of them, or tool_choice none")
+
+
+def with_tools(request: OpenAIRequest, tools: Tools | None) -> OpenAIRequest:
+    """Return the request with the tools that it offers, if any, which its chat template reads."""
     if tools is None:
         return request
     return replace(request, tools=tools, template={**request.template, "tools": tools.for_template})

@@ -34,9 +34,9 @@ class Call:
     arguments: str = ""
 
 
-def new_id() -> str:
-    """Return a call's id, as clients expect it."""
-    return f"call_{secrets.token_hex(12)}"
+def new_id(prefix: str = "call_") -> str:
+    """Return a call's id, as clients of OpenAI's expect it, or with another prefix."""
+    return prefix + secrets.token_hex(12)
 
 
 @dataclass

@@ -90,64 +90,89 @@ def _text(value: str) -> Format:
 
 
 def tools_of(body: Mapping[str, Any]) -> Tools | None:
-    """Return the tools that a body offers; None if it offers none. Raises RequestError for wrong ones."""
+    """Return the tools that the body of a chat offers; None if it offers none. Raises RequestError for wrong ones."""
     given, choice = body.get("tools"), body.get("tool_choice")
-    if not given:
-        if choice not in (None, "none", "auto"):
-            raise RequestError(f"tool_choice is {shown(choice)}, and there are no tools; send tools, or leave it out")
+    if not has_tools(given, choice):
         return None
-    functions = _functions(given)
-    found, only = _choice(choice, functions)
+    functions = checked_functions([_nested(f"tools[{index}]", tool) for index, tool in enumerate(given or ())])
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    found, only = choice_of(choice, name, functions)
     return Tools(functions, found, only, body.get("parallel_tool_calls") is not False)
 
 
-def _functions(given: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
+def has_tools(given: Any, choice: Any) -> bool:
+    """Return whether a body of OpenAI's offers tools; raise RequestError for one that asks for calls without any."""
+    if not given and choice not in (None, "none", "auto"):
+        raise RequestError(f"tool_choice is {shown(choice)}, and there are no tools; send tools, or leave it out")
+    return bool(given)
+
+
+def _nested(where: str, tool: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the function of a tool of OpenAI's chats, and its place."""
+    if not isinstance(tool, Mapping):
+        raise RequestError(f"{where}: expected an object with a function, found {shown(tool)}")
+    check_is_function(where, tool)
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{where}.function: expected an object with a name, found {shown(function)}")
+    return f"{where}.function", function
+
+
+def check_is_function(where: str, tool: Mapping[str, Any]) -> None:
+    """Raise RequestError for a tool of OpenAI's that is another than a function."""
+    if tool.get("type", "function") != "function":
+        raise RequestError(f"{where}.type is {shown(tool['type'])}; expected function: others are not built")
+
+
+def checked_functions(
+    given: Sequence[tuple[str, Mapping[str, Any]]], schema: str = "parameters"
+) -> dict[str, Mapping[str, Any]]:
+    """Return functions by name, given each with its place. Raises RequestError for a wrong one, and for too many.
+
+    schema: the name under which each has the JSON Schema of its arguments.
+    """
     if len(given) > MAX_TOOLS:
         raise RequestError(f"tools: found {len(given)}, at most {MAX_TOOLS} are allowed; send fewer")
     found: dict[str, Mapping[str, Any]] = {}
-    for index, tool in enumerate(given):
-        where = f"tools[{index}]"
-        if not isinstance(tool, Mapping):
-            raise RequestError(f"{where}: expected an object with a function, found {shown(tool)}")
-        if tool.get("type", "function") != "function":
-            raise RequestError(f"{where}.type is {shown(tool['type'])}; expected function: others are not built")
-        function = tool.get("function")
-        if not isinstance(function, Mapping):
-            raise RequestError(f"{where}.function: expected an object with a name, found {shown(function)}")
-        name, parameters = function.get("name"), function.get("parameters")
+    for where, function in given:
+        name, parameters = function.get("name"), function.get(schema)
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise RequestError(
-                f"{where}.function.name: expected 1 to 64 letters, digits and _ . -, found {shown(name)}"
-            )
+            raise RequestError(f"{where}.name: expected 1 to 64 letters, digits and _ . -, found {shown(name)}")
         if name in found:
-            raise RequestError(f"{where}.function.name is {shown(name)}, as another tool's; give each its own")
+            raise RequestError(f"{where}.name is {shown(name)}, as another tool's; give each its own")
         if not isinstance(function.get("description", ""), (str, type(None))):
-            raise RequestError(f"{where}.function.description: expected a text, found {shown(function['description'])}")
+            raise RequestError(f"{where}.description: expected a text, found {shown(function['description'])}")
         if parameters is not None and not isinstance(parameters, Mapping):
-            raise RequestError(f"{where}.function.parameters: expected a JSON Schema, found {shown(parameters)}")
+            raise RequestError(f"{where}.{schema}: expected a JSON Schema, found {shown(parameters)}")
         if parameters and parameters.get("type", "object") != "object":
-            raise RequestError(
-                f"{where}.function.parameters.type is {shown(parameters['type'])}; arguments are an object"
-            )
+            raise RequestError(f"{where}.{schema}.type is {shown(parameters['type'])}; arguments are an object")
         found[name] = function
     return found
 
 
-def _choice(choice: Any, functions: Mapping[str, Any]) -> tuple[Choice, str | None]:
-    """Return what the answer may have, and the one tool that it must call if the request names one."""
+def choice_of(choice: Any, name: Any, functions: Mapping[str, Any]) -> tuple[Choice, str | None]:
+    """Return what the answer may have by OpenAI's `tool_choice`, and the one tool that it must call if that names one.
+
+    name: that of the tool, if the choice is an object and has one.
+    """
     if choice is None:
         return "auto", None
     if isinstance(choice, str):
         if choice not in CHOICES:
             raise RequestError(f"tool_choice is {shown(choice)}; {nearest(choice, CHOICES)}")
         return choice, None  # type: ignore[return-value]
-    function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or choice.get("type", "function") != "function":
+    is_function = isinstance(choice, Mapping) and choice.get("type", "function") == "function"
+    if not isinstance(name, str) or not is_function:
         raise RequestError(
             f"tool_choice is {shown(choice)}; expected none, auto, required, or an object of the type function with"
             " the name of one"
         )
+    return "required", named(name, functions)
+
+
+def named(name: str, functions: Mapping[str, Any]) -> str:
+    """Return the name of the tool that a request chooses; raise RequestError if it offers none of this name."""
     if name not in functions:
         raise RequestError(f"tool_choice: there is no tool {shown(name)}; {nearest(name, functions)}")
-    return "required", name
+    return name

@@ -220,7 +220,7 @@ class Growing:
         self._texts.append(delta.text)
         self._thoughts.append(delta.reasoning)
         output.token_ids += delta.token_ids
-        output.finish_reason = delta.finish_reason
+        output.finish_reason, output.stop = delta.finish_reason, delta.stop
         if delta.logprobs:
             output.logprobs = [] if output.logprobs is None else output.logprobs
             output.logprobs += delta.logprobs

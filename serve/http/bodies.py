@@ -1,6 +1,7 @@
 """The JSON bodies of HTTP requests: their parsing (of large ones on a thread) and their schemas in `/openapi.json`.
 
-Which fields are allowed is in one table for all code that takes OpenAI's bodies (runtime/openai/fields.py).
+Which fields are allowed is in one table for all code that takes them (runtime/openai/fields.py, and Anthropic's in
+runtime/anthropic/fields.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from inferc.errors import RequestError, shown
+from inferc.runtime.anthropic import fields as anthropic_fields
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.fields import Fields
 from inferc.serve.http import large_json
@@ -107,6 +109,8 @@ BODIES: Mapping[str, Fields] = {
     "CompletionBody": openai_fields.COMPLETION,
     "ChatBody": openai_fields.CHAT,
     "ResponseBody": openai_fields.RESPONSE,
+    "MessageBody": anthropic_fields.MESSAGE,
+    "CountBody": anthropic_fields.COUNT,
     "TokenizeBody": openai_fields.TOKENIZE,
     "DetokenizeBody": openai_fields.DETOKENIZE,
     "EmbeddingBody": openai_fields.EMBEDDING,

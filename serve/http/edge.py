@@ -16,6 +16,8 @@ from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 
 from inferc.errors import InfercError
+from inferc.runtime.anthropic import answer as of_messages
+from inferc.runtime.anthropic.request import MESSAGES_URL
 from inferc.runtime.openai.answer import field_of
 from inferc.serve.errors import EngineUnavailable, Unauthenticated
 from inferc.serve.http.address import is_of_this_network
@@ -98,16 +100,17 @@ class Edge:
             self._admit(scope, exchange)
             await self._app(scope, exchange.receive, exchange.send)
         except Unauthenticated as error:
-            await response_of(to_client_error(error))(scope, receive, exchange.send)
+            await response_of(to_client_error(error), scope)(scope, receive, exchange.send)
         except HTTPException as error:
-            await error_of_http(error)(scope, receive, exchange.send)
+            await error_of_http(error, scope)(scope, receive, exchange.send)
         except asyncio.CancelledError:  # only the shutdown cancels; uvicorn would log this as a fault
             if not exchange.has_begun:
-                await response_of(to_client_error(EngineUnavailable(SHUTDOWN.late)))(scope, receive, exchange.send)
+                found = to_client_error(EngineUnavailable(SHUTDOWN.late))
+                await response_of(found, scope)(scope, receive, exchange.send)
         except Exception:
             log.exception("an HTTP request failed")
             if not exchange.has_begun:
-                await error_response(500, OUR_FAULT, "server_error")(scope, receive, exchange.send)
+                await error_response(scope, 500, OUR_FAULT, "server_error")(scope, receive, exchange.send)
         finally:
             exchange.close()
 
@@ -191,8 +194,9 @@ class _Exchange:
                 self._let_go()
             route = self._scope.get("route")
             self._edge.ended("other" if route is None else route.path, str(message["status"]))
-            more = [(b"x-request-id", self._name.encode("latin-1")), *self.caller.headers()]
-            message["headers"] = [*headers, *more]
+            name = self._name.encode("latin-1")
+            names = (b"x-request-id", b"request-id") if _is_of_messages(self._scope) else (b"x-request-id",)
+            message["headers"] = [*headers, *((each, name) for each in names), *self.caller.headers()]
         await self._send(message)
 
 
@@ -206,7 +210,13 @@ def _secret(headers: Mapping[bytes, bytes]) -> str | None:
 # ------------------------------------------------------------------------------------------------- errors
 
 
+def _is_of_messages(scope: Scope) -> bool:
+    """Return whether a request is one of Anthropic's Messages API, whose errors have a form of their own."""
+    return bool(scope["path"] == MESSAGES_URL or scope["path"].startswith(f"{MESSAGES_URL}/"))
+
+
 def error_response(
+    scope: Scope,
     status: int,
     message: str,
     kind: str,
@@ -214,20 +224,24 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    if _is_of_messages(scope):
+        body = of_messages.error_body(status, message)
     # Encoded in ASCII: a message may quote half of a surrogate pair that the client sent.
     return Response(json.dumps(body).encode(), status, headers, "application/json")
 
 
-def response_of(found: ClientError) -> Response:
+def response_of(found: ClientError, scope: Scope) -> Response:
     status, headers = found.status, {}
     if status.http == 401:
         headers["www-authenticate"] = "Bearer"
     if status.http == 429 and found.retry_after is None:
-        headers["x-should-retry"] = "false"  # a header of OpenAI's clients, which otherwise retry every 429
+        # A header of the clients of OpenAI and Anthropic, which otherwise retry every 429.
+        headers["x-should-retry"] = "false"
     if found.retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(found.retry_after)))  # the standard wants whole seconds
-    return error_response(status.http, found.message, status.kind, field_of(found.message), status.code, headers)
+    param = field_of(found.message)
+    return error_response(scope, status.http, found.message, status.kind, param, status.code, headers)
 
 
 def body_of(error: Exception) -> dict[str, Any]:
@@ -247,22 +261,22 @@ def body_of(error: Exception) -> dict[str, Any]:
 async def on_inferc_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientLeft):
         return Response(status_code=CLIENT_LEFT)
-    return response_of(to_client_error(error))
+    return response_of(to_client_error(error), request.scope)
 
 
 async def on_our_fault(request: Request, error: Exception) -> Response:
     """Answer an unexpected exception with status 500; the caller of the application still gets the exception."""
-    return error_response(500, OUR_FAULT, "server_error")
+    return error_response(request.scope, 500, OUR_FAULT, "server_error")
 
 
-def error_of_http(error: HTTPException) -> Response:
+def error_of_http(error: HTTPException, scope: Scope) -> Response:
     kind = KINDS.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
-    return error_response(error.status_code, str(error.detail), kind, headers=error.headers)
+    return error_response(scope, error.status_code, str(error.detail), kind, headers=error.headers)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_of_http(error)
+    return error_of_http(error, request.scope)
 
 
 # ------------------------------------------------------------------------------------------ clients that leave

@@ -1,4 +1,4 @@
-"""The HTTP endpoint, which serves OpenAI's API (openai_api.py) with FastAPI and uvicorn."""
+"""The HTTP endpoint, which serves OpenAI's API (openai_api.py) and Anthropic's with FastAPI and uvicorn."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from inferc.serve.http.answers import Json
 from inferc.serve.http.bodies import describe
 from inferc.serve.http.connections import Connection, Connections
 from inferc.serve.http.edge import MAX_BODY_BYTES, Edge, on_http_error, on_inferc_error, on_our_fault
+from inferc.serve.http.messages_api import messages_routes
 from inferc.serve.http.openai_api import openai_routes
 from inferc.serve.http.slow_clients import Protocol
 from inferc.serve.http.web_page import page_routes
@@ -54,7 +55,7 @@ def make_app(
     """
     app = FastAPI(
         title="inferc",
-        description="OpenAI's interface over compiled models.",
+        description="OpenAI's interface and Anthropic's over compiled models.",
         version=__version__,
         # FastAPI's documentation pages load scripts from other hosts, so they are off; tools can read /openapi.json.
         docs_url=None,
@@ -62,6 +63,7 @@ def make_app(
         redirect_slashes=False,  # Edge strips trailing slashes
     )
     app.include_router(openai_routes(models))
+    app.include_router(messages_routes(models))
     app.include_router(page_routes(models))
     app.include_router(_requests_routes(models))
     describe(app)

@@ -37,6 +37,7 @@ class Delta:
     token_ids: list[int]
     finish_reason: str | None
     logprobs: list[Logprobs]
+    stop: str | int | None = None  # the stop string or the end token that ended the output
     reasoning: str = ""  # what came before the text, where that is read apart (serve/answering)
 
 
@@ -49,10 +50,11 @@ class _Pending:
     logprobs: list[Logprobs] = field(default_factory=list)
     num_likely: int = 0  # tokens and likely tokens in `logprobs`
     finish_reason: str | None = None
+    stop: str | int | None = None
     shows: bool = False  # has something for the reader: text, log probabilities or the end
 
     def delta(self, index: int) -> Delta:
-        return Delta(index, "".join(self.texts), self.token_ids, self.finish_reason, self.logprobs)
+        return Delta(index, "".join(self.texts), self.token_ids, self.finish_reason, self.logprobs, self.stop)
 
 
 class EngineLike(Protocol):
@@ -265,7 +267,7 @@ class Stream:
         if output.logprobs:
             pending.logprobs += output.logprobs[: len(token_ids)]
             self._count_likely(pending, len(token_ids) * (1 + (self._params.logprobs or 0)))
-        pending.finish_reason = delta.finish_reason
+        pending.finish_reason, pending.stop = delta.finish_reason, delta.stop
         # Tokens without text so far (half a character, the start of a possible stop string) wait for the next tokens.
         if delta.text or pending.logprobs or delta.finish_reason is not None:
             pending.shows = True
@@ -286,11 +288,8 @@ class Stream:
         pending.num_likely += count
         self._num_unread += count
         if self._num_unread > MAX_UNREAD:
-            self.end(
-                RequestTimeout(
-                    f"{self._num_unread} tokens and likely tokens of this answer wait to be read; read faster"
-                )
-            )
+            unread = f"{self._num_unread} tokens and likely tokens of this answer wait to be read; read faster"
+            self.end(RequestTimeout(unread))
 
     def fail(self, error: InfercError) -> None:
         self._error = self._error or error

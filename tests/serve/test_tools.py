@@ -3,52 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from clients import run_client
 from http_calls import request
-from rendering import EACH, END
 from serving import Server
-
-from inferc.compiler.build import compile
-from inferc.config import CompileConfig
+from tool_models import TOOLS, check_arguments
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
-TEMPLATE = (
-    "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
-    + EACH
-    + "<|{{ m.role }}|>{{ m.content or '' }}{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}="
-    + "{{ call.function.arguments | tojson }}</call>"
-    + END
-    + END
-    + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Paris"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city", "days"],
-}
-TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "now"}},
-]
 BAD = {"type": "object", "properties": {"a": {"contains": {"const": 1}}}}
 SAMPLED: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "temperature": 1, "seed": 5, "max_tokens": 120}
-
-
-@pytest.fixture(scope="module")
-def tooled(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("tools")
-    shutil.copytree(tiny_llama_folder, folder / "model")
-    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    compile(folder / "model", folder / "out", CompileConfig(certify="none"))
-    with Server(folder / "out") as server:
-        yield server
 
 
 def check(calls: list[dict[str, Any]]) -> None:
@@ -56,12 +22,7 @@ def check(calls: list[dict[str, Any]]) -> None:
     assert len({call["id"] for call in calls}) == len(calls)
     for call in calls:
         assert call["type"] == "function" and call["id"].startswith("call_")
-        arguments = json.loads(call["function"]["arguments"])
-        if call["function"]["name"] == "now":
-            assert arguments == {}
-        else:
-            assert call["function"]["name"] == "get_weather"
-            assert arguments["city"] in ("Rome", "Paris") and 1 <= arguments["days"] <= 9
+        check_arguments(call["function"]["name"], json.loads(call["function"]["arguments"]))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -178,7 +139,7 @@ def test_a_model_that_knows_no_tools_refuses_them(url: str) -> None:
 
 @pytest.mark.slow
 def test_clients_of_others_call_tools(tooled: Server) -> None:
-    seen = run_client("openai", "check_tools.py", tooled.url, "out")
+    seen = run_client("openai", "check_tools.py", tooled.url, "tooled")
     openai, langchain = seen["openai"], seen["langchain"]
     assert openai["reason"] == "tool_calls" and openai["content"] is None
     assert openai["streamed"] == [openai["arguments"]] and openai["num_deltas"] > 1

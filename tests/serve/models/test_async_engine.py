@@ -203,7 +203,7 @@ def test_outputs_of_one_prompt_end_on_their_own() -> None:
         assert (first.index, first.finish_reason) == (1, "length") and stream.is_open
         await script.say("a", b"y", "stop")
         # The end token itself is not shown.
-        assert await rest(stream) == [Delta(0, "", [ord("y")], "stop", [])]
+        assert await rest(stream) == [Delta(0, "", [ord("y")], "stop", [], ord("y"))]
 
     run(work())
 

@@ -1,0 +1,104 @@
+"""The routes of Anthropic's Messages API over the models of a server."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from inferc.runtime.anthropic.answer import Content, error_body, message, stop_of, usage_body
+from inferc.runtime.anthropic.request import COUNT_URL, MESSAGES_URL, parse_messages
+from inferc.runtime.openai.answer import Answer
+from inferc.runtime.openai.request import model_of
+from inferc.runtime.step.sampling_params import of_chat
+from inferc.serve.answering.answering import Answering
+from inferc.serve.http.answers import STREAMED, Json, answered
+from inferc.serve.http.bodies import described, read_body
+from inferc.serve.http.edge import while_client_waits
+from inferc.serve.models import text_calls
+from inferc.serve.models.models import Models
+from inferc.serve.security.access import CALLER
+from inferc.serve.statuses import to_client_error
+
+
+def messages_routes(models: Models) -> APIRouter:
+    """Return the routes of all paths of the API."""
+    routes = APIRouter()
+
+    @routes.post(MESSAGES_URL, tags=["anthropic"], responses=STREAMED, openapi_extra=described("MessageBody"))
+    async def create_message(http: Request) -> Response:
+        """Answer a conversation, by the model's chat template."""
+        body = await read_body(http)
+        model = models.get(model_of(body.values))
+        defaults = CALLER.get().limits.defaults(of_chat(model.engine.facts.defaults))
+        request = await body.read_as(partial(parse_messages, defaults=defaults))
+        form = _MessageForm(secrets.token_hex(12), model.name)
+        return await answered(http, model, request, f"msg_{form.name}", form)
+
+    @routes.post(COUNT_URL, tags=["anthropic"], openapi_extra=described("CountBody"))
+    async def count_tokens(http: Request) -> Json:
+        """Count the tokens of a conversation, as the model would get them."""
+        body = await read_body(http)
+        model = models.get(model_of(body.values))
+        request = await body.read_as(partial(parse_messages, counts=True))
+        if request.tools is not None:
+            model.engine.text.check_calls()
+        (messages,) = request.prompts
+        http.scope["started"]()
+        async with while_client_waits(http.receive):
+            ids = await text_calls.tokenize_chat(model, messages, request.template)  # type: ignore[arg-type]
+        return Json({"input_tokens": len(ids), **({"warnings": request.warnings} if request.warnings else {})})
+
+    return routes
+
+
+@dataclass(frozen=True)
+class _MessageForm:
+    """The form of a message: one object, or a stream of typed events; name: the random part of its id."""
+
+    name: str
+    model: str
+
+    def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]:
+        (output,) = answers[0].outputs
+        request, content = answering.request, Content(answering.calls)
+        content.push(output.text, is_last=True)
+        stop = stop_of(request, output.finish_reason, output.stop, content.has_calls)
+        return message(self.name, self.model, answers[0].usage, content.blocks, stop, request.warnings)
+
+    async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the stream; an error before the first is raised, a later one is the event `error`."""
+        request, content, count, has_begun = answering.request, Content(answering.calls), 0, False
+        try:
+            async with aclosing(answering.deltas()) as deltas:
+                async for _, _, delta in deltas:
+                    count += len(delta.token_ids)
+                    usage, events = answering.usage_of(0, count), list[Mapping[str, Any]]()
+                    if not has_begun:
+                        empty = message(self.name, self.model, usage, warnings=request.warnings)
+                        events.append({"type": "message_start", "message": empty})
+                    events += content.push(delta.text, delta.finish_reason is not None)
+                    if delta.finish_reason is not None:
+                        stop = stop_of(request, delta.finish_reason, delta.stop, content.has_calls)
+                        events.append({"type": "message_delta", "delta": stop, "usage": usage_body(usage)})
+                        events.append({"type": "message_stop"})
+                    has_begun = True
+                    if events:  # none while a call may begin
+                        yield _encoded(events)
+        except Exception as error:
+            if not has_begun:
+                raise
+            found = to_client_error(error)
+            yield _encoded([error_body(found.status.http, found.message)])
+        finally:
+            answering.close()
+
+
+def _encoded(events: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(b"event: %s\ndata: %s\n\n" % (each["type"].encode(), msgspec.json.encode(each)) for each in events)
