@@ -1,4 +1,4 @@
-"""The conversion of OpenAI's Responses API, text only: a request becomes a chat, and the answer its objects.
+"""The conversion of OpenAI's Responses API, text and calls: a request becomes a chat, and the answer its objects.
 
 Nothing is stored, so references to stored objects are refused, as are unsupported features.
 """
@@ -7,18 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
+
+import msgspec
 
 from inferc.errors import RequestError, shown
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai import request as openai_request
-from inferc.runtime.openai.answer import TokenOf, Usage, chat_logprobs
+from inferc.runtime.openai.answer import Usage
 from inferc.runtime.openai.fields import NOTHING, check_fields
-from inferc.runtime.openai.request import OpenAIRequest, chat_request, max_tokens_of, sampling_of
+from inferc.runtime.openai.request import (
+    OpenAIRequest,
+    chat_request,
+    check_one_form,
+    max_tokens_of,
+    sampling_of,
+    with_tools,
+)
 from inferc.runtime.openai.response_format import of_format
+from inferc.runtime.openai.response_input import input_messages
+from inferc.runtime.openai.response_items import State
 from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.sampling_params import check_integer, check_num_top, check_text
+from inferc.runtime.tools.tools import Tools, check_is_function, checked_functions, choice_of, has_tools
 
 RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
@@ -50,16 +62,16 @@ FIXED: dict[str, tuple[Any, ...]] = {
 INNER_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "reasoning": {"summary": (None,), "generate_summary": (None,)},
 }
-ROLES = ("user", "assistant", "system", "developer")
-OF_A_MESSAGE = ("type", "role", "content", "id", "status", "phase")
-PARTS = ("input_text", "output_text")
-
-State: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
+NO_TOOLS = msgspec.Raw(b"[]")
+OF_A_TOOL = ("type", "name", "description", "parameters", "strict")
 
 
 @dataclass(frozen=True)
 class ResponseRequest:
-    """A checked request of the Responses API: the chat that it asks for, and what the response repeats of its body."""
+    """A checked request of the Responses API: the chat that it asks for, and what the response repeats of its body.
+
+    tools: the list of them as JSON, since every event that has the response repeats it.
+    """
 
     chat: OpenAIRequest
     instructions: str | None = None
@@ -70,6 +82,7 @@ class ResponseRequest:
     top_logprobs: int = 0
     user: str | None = None
     text_format: Mapping[str, Any] = field(default_factory=lambda: {"type": "text"})
+    tools: msgspec.Raw = field(default_factory=lambda: NO_TOOLS)
 
 
 def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> ResponseRequest:
@@ -91,9 +104,9 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
     limit = body.get("max_output_tokens")
     if limit is not None:
         check_integer("max_output_tokens", limit, 1, 2**31 - 1)
-    messages, top = _messages(body), body.get("top_logprobs") or 0
+    messages, top = input_messages(body), body.get("top_logprobs") or 0
     wants_logprobs = _wants_logprobs(body)
-    sampling = sampling_of(body, is_served=True)
+    sampling = sampling_of({**body, "tool_choice": None}, is_served=True, takes_tools=True)
     named = body.get("max_completion_tokens") if limit is None else limit
     sampling["max_tokens"] = max_tokens_of(named, body.get("max_tokens"))
     if wants_logprobs:
@@ -101,7 +114,11 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
     text_format = (body.get("text") or {}).get("format") or {}
     if (form := of_format(text_format, "text.format")) is not None:
         sampling["structured_outputs"] = form
-    chat = chat_request({**body, **_effort(body)}, messages, sampling, True, defaults or {})
+    tools, listed = _tools(body)
+    check_one_form(tools, sampling)
+    if wants_logprobs and tools is not None and tools.choice != "none":
+        raise RequestError(f"include: {LOGPROBS} is not built beside tools that may be called; leave one of them out")
+    chat = with_tools(chat_request({**body, **_effort(body)}, messages, sampling, True, defaults or {}), tools)
     return ResponseRequest(
         replace(
             chat,
@@ -113,11 +130,48 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
         limit,
         body.get("metadata") or {},
         body.get("parallel_tool_calls") is not False,
-        body.get("tool_choice") or "auto",
+        _choice(body, tools),
         top,
         body.get("user"),
         text_format or {"type": "text"},
+        listed,
     )
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Tools | None, msgspec.Raw]:
+    """Return the tools that a body offers, None if it offers none, and the list of them that the response repeats."""
+    given, choice = body.get("tools"), body.get("tool_choice")
+    if not has_tools(given, choice):
+        return None, NO_TOOLS
+    functions = checked_functions(
+        [(f"tools[{index}]", _tool(f"tools[{index}]", tool)) for index, tool in enumerate(given or ())]
+    )
+    found, only = choice_of(choice, choice.get("name") if isinstance(choice, Mapping) else None, functions)
+    optional = {"description": None, "parameters": None, "strict": True}
+    listed = [{"type": "function", **optional, **function} for function in functions.values()]
+    try:
+        encoded = msgspec.json.encode(listed)
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise RequestError(f"tools: they cannot be repeated in an answer: {error}; send plain JSON") from None
+    return Tools(functions, found, only, body.get("parallel_tool_calls") is not False), msgspec.Raw(encoded)
+
+
+def _choice(body: Mapping[str, Any], tools: Tools | None) -> Any:
+    """Return the choice of a tool as the response repeats it."""
+    if tools is None:
+        return body.get("tool_choice") or "auto"
+    return tools.choice if tools.only is None else {"type": "function", "name": tools.only}
+
+
+def _tool(where: str, tool: Any) -> Mapping[str, Any]:
+    """Return the function that a tool is, as a chat has it."""
+    if not isinstance(tool, Mapping):
+        raise RequestError(f"{where}: expected an object of type function with a name, found {shown(tool)}")
+    check_is_function(where, tool)
+    for name, value in tool.items():
+        if name not in OF_A_TOOL and value:
+            raise RequestError(f"{where}.{name:.40} is {shown(value)}, which is not built yet; leave it out")
+    return {name: tool[name] for name in OF_A_TOOL if name != "type" and tool.get(name) is not None}
 
 
 def _effort(body: Mapping[str, Any]) -> dict[str, str]:
@@ -164,57 +218,6 @@ def _wants_logprobs(body: Mapping[str, Any]) -> bool:
     return wants
 
 
-# --------------------------------------------------------------------------------------------------- input
-
-
-def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the conversation. System messages at its start are merged, since templates read only one."""
-    given, instructions = body.get("input"), body.get("instructions")
-    if isinstance(given, str):
-        messages = [{"role": "user", "content": given}]
-    elif isinstance(given, list) and given:
-        messages = [_message(f"input[{index}]", item) for index, item in enumerate(given)]
-    else:
-        raise RequestError(f"input: expected a text or a list of at least one item, found {shown(given)}")
-    count = next((at for at, each in enumerate(messages) if each["role"] != "system"), len(messages))
-    first = [*([instructions] if instructions else []), *(each["content"] for each in messages[:count])]
-    system = [{"role": "system", "content": "\n\n".join(first)}] if first else []
-    return [*system, *messages[count:]]
-
-
-def _message(where: str, item: Any) -> dict[str, Any]:
-    if not isinstance(item, Mapping):
-        raise RequestError(f"{where}: expected an object, found {shown(item)}")
-    kind = item.get("type") or "message"
-    if kind == "item_reference":
-        raise RequestError(f"{where}: it refers to an item that was stored, and nothing is stored here; send the item")
-    if kind != "message":
-        raise RequestError(f"{where}: items of type {shown(kind)} are not built yet; send messages alone")
-    for name, value in item.items():
-        if name not in OF_A_MESSAGE and value:
-            raise RequestError(f"{where}.{name:.40} is {shown(value)}, which is not built yet; leave it out")
-    role = item.get("role")
-    if role not in ROLES:
-        raise RequestError(f"{where}: its role is {shown(role)}; expected one of {', '.join(ROLES)}")
-    return {"role": "system" if role == "developer" else str(role), "content": _text(where, item.get("content"))}
-
-
-def _text(where: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{where}.content: expected a text or a list of parts, found {shown(content)}")
-    texts = []
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") not in PARTS:
-            found = part.get("type") if isinstance(part, Mapping) else part
-            raise RequestError(f"{where}.content: this model takes {' and '.join(PARTS)} only, found {shown(found)}")
-        if not isinstance(text := part.get("text"), str):
-            raise RequestError(f"{where}.content: expected text, found {shown(text)}")
-        texts.append(text)
-    return "".join(texts)
-
-
 # ------------------------------------------------------------------------------------------------- objects
 
 
@@ -226,7 +229,6 @@ class ResponseHead:
     """
 
     id: str
-    message_id: str
     created: int
     model: str
     request: ResponseRequest
@@ -263,7 +265,7 @@ class ResponseHead:
             "temperature": self.temperature,
             "text": {"format": request.text_format},
             "tool_choice": request.tool_choice,
-            "tools": [],
+            "tools": request.tools,
             "top_logprobs": request.top_logprobs,
             "top_p": self.top_p,
             "truncation": "disabled",
@@ -272,24 +274,9 @@ class ResponseHead:
             **({"warnings": request.chat.warnings} if request.chat.warnings else {}),
         }
 
-    def message(self, status: State, content: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Return the only item of the response's output."""
-        return {
-            "id": self.message_id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": list(content),
-        }
-
 
 def status_of(output: CompletionOutput) -> State:
     return "incomplete" if output.finish_reason == "length" else "completed"
-
-
-def text_part(output: CompletionOutput, token: TokenOf) -> dict[str, Any]:
-    rows = chat_logprobs(output.logprobs or (), token)["content"]
-    return {"type": "output_text", "text": output.text, "annotations": [], "logprobs": rows}
 
 
 def response_usage(usage: Usage) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""The routes of OpenAI's Responses API over the models of a server, for text only and without storage."""
+"""The routes of OpenAI's Responses API over the models of a server, for text and calls of tools, without storage."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,13 @@ from starlette.exceptions import HTTPException
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, Usage, chat_logprobs
 from inferc.runtime.openai.request import model_of
+from inferc.runtime.openai.response_items import Event, Items, whole_items
 from inferc.runtime.openai.responses import (
     RESPONSES,
     ResponseHead,
     ResponseRequest,
     parse_response_request,
     status_of,
-    text_part,
 )
 from inferc.runtime.step.sampling_params import of_chat
 from inferc.serve.answering.answering import MANY_ENTRIES, Answering, Growing
@@ -34,8 +34,6 @@ from inferc.serve.http.edge import body_of
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.models import Models
 from inferc.serve.security.access import CALLER
-
-FIRST_PART: Mapping[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
 def responses_routes(models: Models) -> APIRouter:
@@ -78,7 +76,6 @@ class _ResponseForm:
         params = answering.params
         return ResponseHead(
             f"resp_{self.name}",
-            f"msg_{self.name}",
             self.created,
             self.model,
             self.request,
@@ -88,34 +85,34 @@ class _ResponseForm:
 
     def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]:
         (output,) = answers[0].outputs
-        return _whole(self._head(answering), _part(output, answering), output, answering)
+        status = status_of(output)
+        items = whole_items(self.name, answering.calls, output.text, status, _logprobs(output, answering))
+        return self._head(answering).response(status, items, _usage(output, answering))
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
         """Yield the events of the stream; an error before the first is raised, a later one is the event `failed`."""
-        head, output = self._head(answering), Growing(0)
-        events = _Events(head.message_id)
+        head, output, items = self._head(answering), Growing(0), Items(self.name, answering.calls)
+        events = _Events()
         begun, num_entries = b"", 0
         try:
             async with aclosing(answering.deltas()) as deltas:
                 async for _, _, piece in deltas:
                     num_entries += answering.num_likely(piece)
                     answering.check_likely(num_entries)
-                    begin = b"" if begun else _begin(events, head)
+                    begin = b"" if begun else _begin(events, head, items)
                     begun = begun or begin
                     output.add(piece)
-                    delta = b""
-                    if piece.text or piece.logprobs:
-                        rows = chat_logprobs(piece.logprobs, answering.token)["content"]
-                        delta = events.of_part("response.output_text.delta", delta=piece.text, logprobs=rows)
-                    if data := begin + delta:
+                    rows = chat_logprobs(piece.logprobs, answering.token)["content"]
+                    is_last = piece.finish_reason is not None
+                    if data := begin + events.all(items.push(piece.text, is_last, rows)):
                         yield data
-            ends = _ends(events, head, output.so_far(), answering)
+            ends = _ends(events, head, items, output.so_far(), answering)
             while data := await _made(partial(next, ends, b""), num_entries):
                 yield data
         except Exception as error:
             if not begun:
                 raise
-            yield await _made(partial(_failed, events, head, output.so_far(), answering, error), num_entries)
+            yield await _made(partial(_failed, events, head, items, output.so_far(), answering, error), num_entries)
         finally:
             answering.close()
 
@@ -128,8 +125,7 @@ async def _made(make: Callable[[], bytes], num_entries: int) -> bytes:
 class _Events:
     """The encoder of a response's events, which numbers them."""
 
-    def __init__(self, message_id: str) -> None:
-        self._message_id = message_id
+    def __init__(self) -> None:
         self._count = 0
 
     def of(self, kind: str, **fields: Any) -> bytes:
@@ -137,54 +133,46 @@ class _Events:
         self._count += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(body))
 
-    def of_part(self, kind: str, **fields: Any) -> bytes:
-        """Return an event about the single part of the single message."""
-        return self.of(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
+    def all(self, events: Iterable[Event]) -> bytes:
+        return b"".join(self.of(kind, **fields) for kind, fields in events)
 
 
-def _begin(events: _Events, head: ResponseHead) -> bytes:
+def _begin(events: _Events, head: ResponseHead, items: Items) -> bytes:
     response = head.response("in_progress")
-    return b"".join(
-        (
-            events.of("response.created", response=response),
-            events.of("response.in_progress", response=response),
-            events.of("response.output_item.added", output_index=0, item=head.message("in_progress")),
-            events.of_part("response.content_part.added", part=FIRST_PART),
-        )
-    )
+    first = [(f"response.{kind}", {"response": response}) for kind in ("created", "in_progress")]
+    return events.all([*first, *items.begin()])
 
 
-def _part(output: CompletionOutput, answering: Answering) -> dict[str, Any]:
-    """Return the message's text part, whose log probabilities are JSON that was encoded in parts."""
-    part = text_part(replace(output, logprobs=None), answering.token)
-    return {**part, "logprobs": chat_lists(output.logprobs or (), answering.token)["content"]}
+def _logprobs(output: CompletionOutput, answering: Answering) -> msgspec.Raw:
+    """Return the log probabilities of an answer's tokens as JSON, which is encoded in parts."""
+    found: msgspec.Raw = chat_lists(output.logprobs or (), answering.token)["content"]
+    return found
 
 
-def _whole(
-    head: ResponseHead, part: Mapping[str, Any], output: CompletionOutput, answering: Answering
-) -> dict[str, Any]:
-    """Return the complete response."""
-    status = status_of(output)
-    return head.response(status, [head.message(status, [part])], _usage(output, answering))
-
-
-def _ends(events: _Events, head: ResponseHead, output: CompletionOutput, answering: Answering) -> Iterator[bytes]:
+def _ends(
+    events: _Events, head: ResponseHead, items: Items, output: CompletionOutput, answering: Answering
+) -> Iterator[bytes]:
     """Yield the last events, each of which has the whole text and all log probabilities; each is made on demand."""
-    part, status = _part(output, answering), status_of(output)
-    yield events.of_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
-    yield events.of_part("response.content_part.done", part=part)
-    yield events.of("response.output_item.done", output_index=0, item=head.message(status, [part]))
-    yield events.of(f"response.{status}", response=_whole(head, part, output, answering))
+    status = status_of(output)
+    for kind, fields in items.end(status, _logprobs(output, answering)):
+        yield events.of(kind, **fields)
+    response = head.response(status, items.so_far(status), _usage(output, answering))
+    yield events.of(f"response.{status}", response=response)
 
 
 def _failed(
-    events: _Events, head: ResponseHead, output: CompletionOutput, answering: Answering, error: Exception
+    events: _Events,
+    head: ResponseHead,
+    items: Items,
+    output: CompletionOutput,
+    answering: Answering,
+    error: Exception,
 ) -> bytes:
     found = body_of(error)["error"]
     kind = "rate_limit_exceeded" if found["type"] == "rate_limit_error" else "server_error"
     message = found["message"].encode("ascii", "backslashreplace").decode()  # it may quote half of a surrogate pair
-    item = head.message("incomplete", [_part(output, answering)])
-    response = head.response("failed", [item], _usage(output, answering), {"code": kind, "message": message})
+    so_far = items.so_far("incomplete", _logprobs(output, answering))
+    response = head.response("failed", so_far, _usage(output, answering), {"code": kind, "message": message})
     return events.of("response.failed", response=response)
 
 

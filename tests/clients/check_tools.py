@@ -1,4 +1,7 @@
-"""Print what OpenAI's client and LangChain see of a server whose model calls tools: python check_tools.py URL MODEL."""
+"""Print what OpenAI's client and LangChain see of a server whose model calls tools: python check_tools.py URL MODEL.
+
+OpenAI's client asks for chats and for responses.
+"""
 
 import json
 import sys
@@ -7,6 +10,7 @@ from typing import Any
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from openai import OpenAI
+from openai.types.responses import Response
 from pydantic import BaseModel, Field
 
 WEATHER: dict[str, Any] = {
@@ -50,6 +54,31 @@ def openai_sees(client: OpenAI, model: str) -> dict[str, Any]:
     }
 
 
+def responses_see(client: OpenAI, model: str) -> dict[str, Any]:
+    """Return calls of responses, whole and streamed, and the end of a conversation in which one was answered."""
+    tool: Any = {"type": "function", **TOOL["function"]}
+    asked: dict[str, Any] = {"model": model, "input": "hi", "tools": [tool], "temperature": 1}
+    asked.update(extra_body={"seed": 5}, max_output_tokens=120, parallel_tool_calls=False)
+    asked["tool_choice"] = {"type": "function", "name": "get_weather"}
+    whole = client.responses.create(**asked)
+    Response.model_validate_json(whole.to_json())
+    with client.responses.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    (call,) = whole.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    then: list[Any] = [{"role": "user", "content": "hi"}, call.model_dump(exclude_none=True), result]
+    answered = client.responses.create(**{**asked, "input": then, "tool_choice": "none", "max_output_tokens": 12})
+    return {
+        "call": call.model_dump(),
+        "status": whole.status,
+        "streamed": [each.arguments for each in final.output],
+        "parsed": [each.parsed_arguments for each in final.output],
+        "num_deltas": kinds.count("response.function_call_arguments.delta"),
+        "answered": [answered.output_text, [item.type for item in answered.output]],
+    }
+
+
 def langchain_sees(url: str, model: str) -> dict[str, Any]:
     """Return the calls of a model with a bound tool, and a structured output that is asked for by one."""
     chat = ChatOpenAI(base_url=url, api_key="none", model=model, temperature=1, seed=5, max_tokens=120)
@@ -73,7 +102,8 @@ def langchain_sees(url: str, model: str) -> dict[str, Any]:
 def main() -> None:
     url, model = sys.argv[1:]
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    print(json.dumps({"openai": openai_sees(client, model), "langchain": langchain_sees(f"{url}/v1", model)}))
+    seen = {"openai": openai_sees(client, model), "responses": responses_see(client, model)}
+    print(json.dumps({**seen, "langchain": langchain_sees(f"{url}/v1", model)}))
 
 
 if __name__ == "__main__":

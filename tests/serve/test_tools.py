@@ -146,6 +146,12 @@ def test_clients_of_others_call_tools(tooled: Server) -> None:
     assert openai["parsed"] == [json.loads(openai["arguments"])]
     assert openai["parsed"][0]["city"] in ("Rome", "Paris") and 1 <= openai["parsed"][0]["days"] <= 9
     assert openai["answered"][0] and openai["answered"][1:] in ([None, "stop"], [None, "length"])
+    responses = seen["responses"]
+    assert (responses["status"], responses["call"]["type"]) == ("completed", "function_call")
+    assert responses["call"]["arguments"] == openai["arguments"], "the same request to the model"
+    assert responses["streamed"] == [openai["arguments"]] and responses["parsed"] == openai["parsed"]
+    assert responses["num_deltas"] > 1
+    assert responses["answered"][0] and responses["answered"][1] == ["message"]
     assert langchain["streamed"] == langchain["calls"] and langchain["then"]
     ((name, arguments),) = langchain["calls"]
     assert name == "GetWeather" and 1 <= arguments["days"] <= 9 and 1 <= langchain["structured"] <= 9

@@ -141,7 +141,13 @@ def ask(url: str, **body: Any) -> Reply:
             'input[0].content: this model takes input_text and output_text only, found "input_image"',
             "input",
         ),
-        ({"input": [{"type": "function_call", "name": "f"}]}, 'items of type "function_call" are not built', "input"),
+        ({"input": [{"type": "web_search_call"}]}, 'items of type "web_search_call" are not built', "input"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments: expected a text", "input"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}]},
+            "input[0].output: this model takes input_text and output_text only",
+            "input",
+        ),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "refers to an item that was stored", "input"),
         ({"input": [{"role": "user", "content": "a", "name": "b"}]}, 'input[0].name is "b", which is not', "input"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0; expected at least 1", "max_output_tokens"),
@@ -156,7 +162,7 @@ def ask(url: str, **body: Any) -> Reply:
             "text",
         ),
         ({"truncation": "auto"}, 'truncation is "auto", which is not built yet', "truncation"),
-        ({"tool_choice": "required"}, 'tool_choice is "required", which is not built yet', "tool_choice"),
+        ({"tool_choice": "required"}, 'tool_choice is "required", and there are no tools', "tool_choice"),
         ({"include": ["nothing"]}, 'include: "nothing" is unknown; known: message.output_text.logprobs', "include"),
         ({"top_logprobs": 2}, "top_logprobs is 2, and include has no message.output_text.logprobs", "top_logprobs"),
         ({"top_logprobs": 99}, "top_logprobs is 99; expected at most 32", "top_logprobs"),
@@ -241,6 +247,8 @@ def test_responses_are_counted(url: str) -> None:
 
 class Failing:
     """A request that says something, then fails."""
+
+    calls = None
 
     def __init__(self, num_pieces: int, num_likely: int = 0) -> None:
         self.params = SamplingParams(temperature=0.5)

@@ -1,0 +1,97 @@
+"""The input of OpenAI's Responses API, messages and calls of tools, as the messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from inferc.errors import RequestError, shown
+
+ROLES = ("user", "assistant", "system", "developer")
+OF_A_MESSAGE = ("type", "role", "content", "id", "status", "phase")
+PARTS = ("input_text", "output_text")
+# The fields of items that are calls of tools and their results; `id` and `status` are those of an answer's items.
+OF_A_CALL = ("type", "call_id", "name", "arguments", "id", "status")
+OF_A_RESULT = ("type", "call_id", "output", "id", "status")
+
+
+def input_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the conversation. System messages at its start are merged, since templates read only one."""
+    given, instructions = body.get("input"), body.get("instructions")
+    if isinstance(given, str):
+        messages = [{"role": "user", "content": given}]
+    elif isinstance(given, list) and given:
+        messages = []
+        for index, item in enumerate(given):
+            _add(_message(f"input[{index}]", item), messages)
+    else:
+        raise RequestError(f"input: expected a text or a list of at least one item, found {shown(given)}")
+    count = next((at for at, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    first = [*([instructions] if instructions else []), *(each["content"] for each in messages[:count])]
+    system = [{"role": "system", "content": "\n\n".join(first)}] if first else []
+    return [*system, *messages[count:]]
+
+
+def _message(where: str, item: Any) -> dict[str, Any]:
+    if not isinstance(item, Mapping):
+        raise RequestError(f"{where}: expected an object, found {shown(item)}")
+    kind = item.get("type") or "message"
+    if kind == "item_reference":
+        raise RequestError(f"{where}: it refers to an item that was stored, and nothing is stored here; send the item")
+    known = {"message": OF_A_MESSAGE, "function_call": OF_A_CALL, "function_call_output": OF_A_RESULT}
+    if not isinstance(kind, str) or kind not in known:
+        raise RequestError(
+            f"{where}: items of type {shown(kind)} are not built yet; send messages, calls of functions and their"
+            " outputs"
+        )
+    for name, value in item.items():
+        if name not in known[kind] and value:
+            raise RequestError(f"{where}.{name:.40} is {shown(value)}, which is not built yet; leave it out")
+    if kind == "function_call":
+        function = {"name": _named(where, item, "name"), "arguments": _named(where, item, "arguments")}
+        call = {"id": _named(where, item, "call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "function_call_output":
+        return {
+            "role": "tool",
+            "tool_call_id": _named(where, item, "call_id"),
+            "content": _text(f"{where}.output", item.get("output")),
+        }
+    role = item.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}: its role is {shown(role)}; expected one of {', '.join(ROLES)}")
+    return {
+        "role": "system" if role == "developer" else str(role),
+        "content": _text(f"{where}.content", item.get("content")),
+    }
+
+
+def _add(message: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    """Add a message to a conversation; a call of a tool goes on with what the assistant said or called before it."""
+    last = messages[-1] if messages else {}
+    if "tool_calls" in message and last.get("role") == "assistant":
+        messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), *message["tool_calls"]]}
+    else:
+        messages.append(message)
+
+
+def _named(where: str, item: Mapping[str, Any], name: str) -> str:
+    if not isinstance(text := item.get(name), str):
+        raise RequestError(f"{where}.{name}: expected a text, found {shown(text)}")
+    return text
+
+
+def _text(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where}: expected a text or a list of parts, found {shown(content)}")
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") not in PARTS:
+            found = part.get("type") if isinstance(part, Mapping) else part
+            raise RequestError(f"{where}: this model takes {' and '.join(PARTS)} only, found {shown(found)}")
+        if not isinstance(text := part.get("text"), str):
+            raise RequestError(f"{where}: expected text, found {shown(text)}")
+        texts.append(text)
+    return "".join(texts)
