@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "backends": {"shared", "system", "ir", "passes", "codegen", "runtime"},
     "compiler": {"shared", "system", "ir", "cost", "frontend", "passes", "codegen", "backends", "runtime"},
     "serve": {"shared", "system", "chat", "cost", "runtime"},
-    "client": {"shared", "system", "runtime", "serve"},
+    "client": {"shared", "system", "chat", "runtime", "serve"},
     "bench": {"shared", "system", "cost", "runtime", "client"},
     "extend": {"shared", "ir", "frontend", "passes", "codegen"},
     "cli": {"shared", "system", "chat", "cost", "codegen", "compiler", "runtime", "serve", "client", "bench"},

@@ -14,7 +14,6 @@ from inferc.runtime.openai.fields import check_fields
 from inferc.runtime.openai.request import (
     OpenAIRequest,
     chat_request,
-    check_one_form,
     not_built,
     sampling_of,
     with_tools,
@@ -61,7 +60,6 @@ def parse_messages(
     if config.get("format") and (form := of_format(config["format"], "output_config.format")) is not None:
         sampling["structured_outputs"] = form
     tools = _tools(body)
-    check_one_form(tools, sampling)
     said = {**body, "reasoning_effort": config.get("effort") or body.get("reasoning_effort")}
     request = with_tools(chat_request(said, conversation_of(body), sampling, True, defaults or {}), tools)
     warnings = warnings_of(body, MESSAGE, BESIDE, FIXED, IGNORED, openai_request.FIXED)

@@ -15,6 +15,7 @@ from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.text.text_stream import TextStream
 from inferc.runtime.text.tokenizer import Text
+from inferc.runtime.tools.call_reader import Call
 
 
 @dataclass
@@ -24,6 +25,7 @@ class CompletionOutput:
     num_forgotten_tokens: tokens of the prompt and the answer that the last token did not see (`kv_evict`): above 0, the
     answer is not the model's own.
     new_text: what a stream's latest piece added to `text`.
+    tool_calls: the calls of tools in the answer, where a conversation offered tools.
     """
 
     index: int
@@ -34,6 +36,7 @@ class CompletionOutput:
     logprobs: list[Logprobs] | None = None
     num_forgotten_tokens: int = 0
     new_text: str = ""
+    tool_calls: list[Call] = field(default_factory=list)
     stop_token_ids: tuple[int, ...] = field(default=(), repr=False, compare=False)  # those of the request
 
     @property

@@ -16,10 +16,13 @@ from typing import Any, Protocol, TypeAlias, final
 
 from inferc.errors import ConfigError, GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine.llm import LLM
-from inferc.runtime.engine.request_output import RequestOutput
+from inferc.runtime.engine.request_output import CompletionOutput, RequestOutput
 from inferc.runtime.openai.answer import Answer, Token, error_body, response_body
 from inferc.runtime.openai.batch_file import BatchInput, BatchOutput, BatchRequest, Line
 from inferc.runtime.openai.request import OpenAIRequest, Prompt, parse_request
+from inferc.runtime.openai.tool_calls import with_said
+from inferc.runtime.tools.call_reader import Said, read_calls
+from inferc.runtime.tools.tools import held
 from inferc.system.progress import Progress, silent
 
 OF_A_REQUEST = (RequestError, ObjectiveError, GenerationError)  # other errors end the run
@@ -51,6 +54,9 @@ class Backend(Protocol):
     def defaults(self) -> Mapping[str, Any]:
         """The model's sampling defaults, over which requests are checked."""
 
+    def said(self, request: OpenAIRequest, output: CompletionOutput) -> Said | None:
+        """Return the text and the calls of tools of an output; None for a request that offers no tools."""
+
     def room(self, num_open: int) -> int:
         """Return how many more sequences it accepts now, if `num_open` of this run are open."""
 
@@ -75,13 +81,22 @@ class LocalBackend:
         self._concurrency = concurrency
         self._results: queue.SimpleQueue[tuple[Ticket, RequestOutput | InfercError]] = queue.SimpleQueue()
 
+    def said(self, request: OpenAIRequest, output: CompletionOutput) -> Said | None:
+        if request.tools is None:
+            return None
+        _, form = held(request.params, request.tools, self._llm.text.check_calls)
+        return None if form is None else read_calls(form, output.text)
+
     def room(self, num_open: int) -> int:
         return self._concurrency - num_open
 
     def start(self, ticket: Ticket, prompt: Prompt) -> None:
-        request = ticket[0].request
-        ids = self._llm.text.encode_chat(prompt) if request.kind == "chat" else prompt  # type: ignore[arg-type]
-        self._llm.submit(ids, request.params, lambda result: self._results.put((ticket, result)))  # type: ignore[arg-type]
+        job, ids = ticket[0], prompt
+        request, params = job.request, job.request.params
+        if request.kind == "chat":
+            params, _ = held(params, request.tools, self._llm.text.check_calls)
+            ids = self._llm.text.encode_chat(prompt, **request.template)  # type: ignore[arg-type]
+        self._llm.submit(ids, params, lambda result: self._results.put((ticket, result)))  # type: ignore[arg-type]
 
     def finished(self) -> list[tuple[Ticket, Result]]:
         return [(ticket, _answer(result)) for ticket, result in take_all(self._results)]
@@ -209,11 +224,19 @@ class BatchRun:
             if job.error is not None:
                 raise job.error
             body = response_body(job.request, answers, name, self.backend.model, int(time.time()), self.backend.token)
+            self._separate_calls(job, answers, body["choices"])
         except OF_A_REQUEST as error:
             self._write(job.asked, *error_body(error))
         else:
             self.num_tokens += body["usage"]["completion_tokens"]
             self._write(job.asked, 200, body)
+
+    def _separate_calls(self, job: Job, answers: Sequence[Answer], choices: list[dict[str, Any]]) -> None:
+        """Give the choices of an answer their calls of tools apart from their texts."""
+        outputs = [output for answer in answers for output in answer.outputs]
+        for index, (choice, output) in enumerate(zip(choices, outputs, strict=True)):
+            if (said := self.backend.said(job.request, output)) is not None:
+                choices[index] = with_said(choice, said)
 
     def _write(self, asked: BatchRequest, status: int, body: Mapping[str, Any]) -> None:
         self.output.append(asked, f"req_{secrets.token_hex(12)}", status, body)

@@ -55,10 +55,10 @@ def _message(index: int, message: Any, has_calls: bool) -> dict[str, Any]:
     return {"role": message["role"], "content": parts if isinstance(content, list) else content, **more}
 
 
-def joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Convert messages of `parse_request` for an interface whose content is a single text."""
     return [
-        {"role": each["role"], "content": "".join(part["text"] for part in each["content"])}
+        {**each, "content": "".join(part["text"] for part in each["content"])}
         if isinstance(each["content"], list)
         else dict(each)
         for each in messages

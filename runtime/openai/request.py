@@ -24,7 +24,7 @@ from inferc.runtime.step.sampling_params import (
     from_chat,
     from_request,
 )
-from inferc.runtime.tools.tools import Tools, tools_of
+from inferc.runtime.tools.tools import Tools, check_one_form, tools_of
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
@@ -92,7 +92,7 @@ SERVED = frozenset(
         "reasoning_effort",
     )
 )
-# Fields that a chat on a server supports, and nothing else does.
+# Fields that chats support, and nothing else does.
 OF_TOOLS = ("tools", "tool_choice")
 OF_REASONING = ("include_reasoning", *LIMITS)
 # Fields that only a chat template reads; they are refused with a plain prompt, which no template writes.
@@ -173,8 +173,8 @@ def parse_request(
     check_fields(body, fields)
     if url == COMPLETIONS:
         check_is_no_chat(body)
-    is_chat = is_served and url == CHAT
-    sampling = sampling_of(body, is_served, takes_tools=is_chat, takes_reasoning=is_chat)
+    is_chat = url == CHAT
+    sampling = sampling_of(body, is_served, takes_tools=is_chat, takes_reasoning=is_chat and is_served)
     read = _chat if url == CHAT else _completion
     return replace(read(body, sampling, is_served, defaults or {}), warnings=warnings_of(body, fields, FIXED))
 
@@ -313,7 +313,10 @@ def _has_at_most(value: Any, count: int) -> bool:
 
 
 def _chat(
-    body: Mapping[str, Any], sampling: dict[str, Any], is_served: bool, defaults: Mapping[str, Any]
+    body: Mapping[str, Any],
+    sampling: dict[str, Any],
+    is_served: bool,
+    defaults: Mapping[str, Any],
 ) -> OpenAIRequest:
     if body.get("echo"):
         raise RequestError("echo is True, which chat does not have; leave it out")
@@ -323,25 +326,20 @@ def _chat(
         sampling["logprobs"] = body.get("top_logprobs") or 0
     elif body.get("top_logprobs"):
         raise RequestError(f"top_logprobs is {shown(body['top_logprobs'])} without logprobs; set logprobs to true")
-    tools = tools_of(body) if is_served else None
-    check_one_form(tools, sampling)
-    request = chat_request(body, messages_of(body, has_calls=is_served), sampling, is_served, defaults)
+    request = chat_request(body, messages_of(body, has_calls=True), sampling, is_served, defaults)
     if is_served:
         request = replace(request, reasoning=shown_of(body), max_reasoning_tokens=limit_of(body))
-    return with_tools(request, tools)
-
-
-def check_one_form(tools: Tools | None, sampling: Mapping[str, Any]) -> None:
-    """Raise RequestError for tools that may be called in an answer that is held to a form of its own."""
-    form = sampling.get("structured_outputs")
-    if tools is not None and form is not None and tools.choice != "none":
-        raise RequestError(f"tools: {form.label} gives the answer a form, too; send one of them, or tool_choice none")
+    return with_tools(request, tools_of(body))
 
 
 def with_tools(request: OpenAIRequest, tools: Tools | None) -> OpenAIRequest:
-    """Return the request with the tools that it offers, if any, which its chat template reads."""
+    """Return the request with the tools that it offers, if any, which its chat template reads.
+
+    Raises RequestError for tools that may be called in an answer that is held to a form of its own.
+    """
     if tools is None:
         return request
+    check_one_form(tools, request.params)
     return replace(request, tools=tools, template={**request.template, "tools": tools.for_template})
 
 

@@ -20,7 +20,6 @@ from inferc.runtime.openai.fields import NOTHING, check_fields
 from inferc.runtime.openai.request import (
     OpenAIRequest,
     chat_request,
-    check_one_form,
     max_tokens_of,
     sampling_of,
     with_tools,
@@ -115,7 +114,6 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
     if (form := of_format(text_format, "text.format")) is not None:
         sampling["structured_outputs"] = form
     tools, listed = _tools(body)
-    check_one_form(tools, sampling)
     if wants_logprobs and tools is not None and tools.choice != "none":
         raise RequestError(f"include: {LOGPROBS} is not built beside tools that may be called; leave one of them out")
     chat = with_tools(chat_request({**body, **_effort(body)}, messages, sampling, True, defaults or {}), tools)

@@ -5,20 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from inferc.chat.calls import CallForm
-from inferc.runtime.tools.call_reader import CallPart, read_calls
+from inferc.runtime.tools.call_reader import CallPart, Said, read_calls
 
 
 def with_calls(choice: dict[str, Any], form: CallForm) -> dict[str, Any]:
     """Return a whole choice whose message has its calls apart from its text."""
-    message = choice["message"]
-    said = read_calls(form, message["content"])
+    return with_said(choice, read_calls(form, choice["message"]["content"]))
+
+
+def with_said(choice: dict[str, Any], said: Said) -> dict[str, Any]:
+    """Return a whole choice whose message has these calls and this text."""
     if not said.calls:
         return choice
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in said.calls
     ]
-    message = {**message, "content": said.text or None, "tool_calls": calls}
+    message = {**choice["message"], "content": said.text or None, "tool_calls": calls}
     return {**choice, "message": message, "finish_reason": finish_reason(choice["finish_reason"], not said.is_cut)}
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from inferc.chat.calls import CallForm
 from inferc.errors import RequestError, nearest, shown
 from inferc.runtime.grammar.tags import LABEL
+from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.structured_outputs import StructuredOutputs
 
 MAX_TOOLS = 128  # OpenAI's limit
@@ -87,6 +88,31 @@ def _arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: str) -> Format:
     return {"type": "const_string", "value": value}
+
+
+def held(
+    params: SamplingParams, tools: Tools | None, form_of_calls: Callable[[], CallForm]
+) -> tuple[SamplingParams, CallForm | None]:
+    """Return sampling parameters that hold an answer to the tools it may call, and the form of its calls.
+
+    form_of_calls: asks the model's tokenizer for it (Text.check_calls), which raises RequestError if it is not known.
+    The form is None for an answer that may have no calls. Raises RequestError for tools that may be called in an answer
+    that has a form of its own.
+    """
+    if tools is None:
+        return params, None
+    check_one_form(tools, params)
+    form = form_of_calls()
+    if params.structured_outputs is None:
+        params = replace(params, structured_outputs=tools.held_to(form))
+    return params, None if tools.choice == "none" else form
+
+
+def check_one_form(tools: Tools, params: SamplingParams) -> None:
+    """Raise RequestError for tools that may be called in an answer that is held to a form of its own."""
+    given = params.structured_outputs
+    if given is not None and tools.choice != "none":
+        raise RequestError(f"tools: {given.label} gives the answer a form, too; send one of them, or tool_choice none")
 
 
 def tools_of(body: Mapping[str, Any]) -> Tools | None:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from inferc.chat.calls import CallForm
 from inferc.errors import RequestError
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, EchoedPrompt, Token, Usage, prompt_offsets
 from inferc.runtime.openai.request import OpenAIRequest, Prompt
 from inferc.runtime.reasoning.reasoning import Reasoning
 from inferc.runtime.step.plan import Logprobs
+from inferc.runtime.tools.tools import held
 from inferc.serve.answering.entry_limits import check_likely, check_prompt_entries
 from inferc.serve.answering.logprobs_json import PromptJson, prompt_json
 from inferc.serve.answering.reasoning import ReasoningApart, with_effort
@@ -38,13 +38,8 @@ class Answering:
         """Check that the request may be taken now; raises the same errors as AsyncEngine.check_open."""
         self.model = model
         self.request = request if request.reasoning is None else with_effort(request, model.engine.text)
-        self.params = request.params
-        self.calls: CallForm | None = None  # the form of the answer's calls, if it may have any
-        if request.tools is not None:
-            form = model.engine.text.check_calls()
-            self.calls = None if request.tools.choice == "none" else form
-            if self.params.structured_outputs is None:
-                self.params = replace(self.params, structured_outputs=request.tools.held_to(form))
+        # calls: the form of the answer's calls, if it may have any
+        self.params, self.calls = held(request.params, request.tools, lambda: model.engine.text.check_calls())
         self._apart: ReasoningApart | None = None  # tells reasoning from text, if the model's answers may have any
         if request.max_reasoning_tokens is not None:
             model.engine.text.check_reasoning()

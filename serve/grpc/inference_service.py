@@ -11,10 +11,12 @@ from inferc.errors import RequestError
 from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import changed, check_name
+from inferc.runtime.tools.tools import held
 from inferc.serve.answering.entry_limits import check_entries, check_likely
 from inferc.serve.errors import EventsOff
 from inferc.serve.grpc import protocol
 from inferc.serve.grpc.answers import Answer, joined, slices
+from inferc.serve.grpc.chats import Calls, Conversation, conversation_of, whole_calls
 from inferc.serve.models import text_calls
 from inferc.serve.models.embedding import Vectors, check_embeds, embed
 from inferc.serve.models.long_texts import in_text_thread
@@ -48,11 +50,13 @@ class InferenceService:
         answer = pb.CompleteResponse()
         outputs: dict[int, pb.Completion] = {}
         texts: dict[int, list[str]] = {}
+        calls: dict[int, list[pb.ToolCallPart]] = {}
         rows: list[Logprobs] = []
         async with aclosing(self._answers(request, is_whole=True)) as answers:
             async for response, prompt_rows in answers:
                 output = outputs.setdefault(response.index, pb.Completion())
                 texts.setdefault(response.index, []).append(response.text)
+                calls.setdefault(response.index, []).extend(response.tool_calls)
                 output.token_ids.extend(response.token_ids)
                 output.logprobs.extend(response.logprobs)
                 output.finish_reason = response.finish_reason
@@ -62,6 +66,7 @@ class InferenceService:
                     answer.usage.CopyFrom(response.usage)
         for index, output in outputs.items():
             output.text = "".join(texts[index])
+            output.tool_calls.extend(whole_calls(calls[index]))
         num_entries = answer.usage.output_tokens * (1 + request.sampling.logprobs) + _num_entries(rows)
         return await joined(_whole(answer, [output for _, output in sorted(outputs.items())], rows), num_entries)
 
@@ -78,8 +83,12 @@ class InferenceService:
         read = partial(protocol.sampling_params, request.sampling, defaults)
         is_large = request.sampling.ByteSize() > LARGE_SAMPLING_BYTES
         params = changed(await in_text_thread(read) if is_large else read(), tap=request.tap)
+        chat = await conversation_of(request.chat) if request.WhichOneof("prompt") == "chat" else None
+        tools = None if chat is None else chat.tools
+        params, form = held(params, tools, lambda: engine.text.check_calls())
+        calls = None if form is None else Calls(form)
         model.check_open(params)  # before the work on the prompt
-        prompt = await self._prompt(model, request)
+        prompt = await self._prompt(model, request, chat)
         rows: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):
             name = protocol.request_id(request)
@@ -88,7 +97,7 @@ class InferenceService:
         usage = pb.Usage(prompt_tokens=len(prompt))
         running, num_likely = params.n, 0
         # The stream is also closed when the client left or its deadline passed, which frees its KV blocks at once.
-        kind: Kind = "chat" if request.WhichOneof("prompt") == "chat" else "completion"
+        kind: Kind = "completion" if chat is None else "chat"
         with closing(model.open(prompt, params, protocol.request_id(request), kind=kind)) as stream:
             async for delta in stream:
                 if is_whole:
@@ -98,14 +107,18 @@ class InferenceService:
                 running -= delta.finish_reason is not None
                 usage.cached_tokens = stream.num_cached
                 usage.forgotten_tokens = sum(stream.num_forgotten.values())
-                yield _response(stream.request_id, delta, None if running else usage), rows
+                response = _response(stream.request_id, delta, None if running else usage)
+                if calls is not None:
+                    calls.read(response, delta)
+                yield response, rows
                 rows = []
 
     async def score(self, request: pb.ScoreRequest) -> Answer:
         model = self.models.get(request.model)
         top = protocol.num_top(request, "top_logprobs", 1)
         check_name("cache_salt", request.cache_salt)
-        ids = await self._prompt(model, request)
+        chat = await conversation_of(request.chat) if request.WhichOneof("prompt") == "chat" else None
+        ids = await self._prompt(model, request, chat)
         check_entries(len(ids) * (1 + top))
         rows = (await model.score(ids, top, protocol.request_id(request), request.cache_salt)).rows
         return await joined(_scores(ids, rows), len(ids) + _num_entries(rows))
@@ -128,7 +141,8 @@ class InferenceService:
     async def tokenize(self, request: pb.TokenizeRequest) -> Answer:
         model = self.models.get(request.model)
         if request.WhichOneof("prompt") == "chat":
-            ids = await text_calls.tokenize_chat(model, protocol.chat_messages(request.chat))
+            chat = await conversation_of(request.chat)
+            ids = await text_calls.tokenize_chat(model, chat.messages, chat.variables)
         elif request.WhichOneof("prompt") == "text":
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
             ids = await text_calls.tokenize(model, request.text, special)
@@ -226,17 +240,18 @@ class InferenceService:
         start = request.start_sequence if request.HasField("start_sequence") else events.end
         return protocol.kv_batches(events.follow(start), events.epoch)
 
-    async def _prompt(self, model: ServedModel, request: pb.GenerateRequest | pb.ScoreRequest) -> list[int]:
+    async def _prompt(
+        self, model: ServedModel, request: pb.GenerateRequest | pb.ScoreRequest, chat: Conversation | None
+    ) -> list[int]:
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
             model.check_length(len(request.token_ids.ids), room=1 if isinstance(request, pb.GenerateRequest) else 0)
             return list(request.token_ids.ids)
         if kind == "text":
             return await model.encode(request.text)
-        if kind == "chat":
+        if chat is not None:
             goes_on = isinstance(request, pb.GenerateRequest)
-            variables = {"add_generation_prompt": goes_on}
-            return await model.encode_chat(protocol.chat_messages(request.chat), variables)
+            return await model.encode_chat(chat.messages, {**chat.variables, "add_generation_prompt": goes_on})
         raise RequestError("the request has no prompt; set one of text, token_ids or chat")
 
 

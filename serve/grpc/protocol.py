@@ -23,6 +23,7 @@ FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
+    "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
 }
 MAX_REQUEST_ID = 128
 
@@ -57,13 +58,6 @@ def _structured_outputs(message: pb.StructuredOutputs) -> StructuredOutputs:
         check_num_items("structured_outputs.choice", len(message.choice))
         values["choice"] = tuple(message.choice)
     return StructuredOutputs(**values)
-
-
-def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
-    """Return a conversation in the form that a chat template takes."""
-    if not chat.messages:
-        raise RequestError("chat has no messages; give at least one")
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 
 def check_embed(message: pb.EmbedRequest) -> None:

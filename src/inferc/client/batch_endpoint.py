@@ -19,8 +19,9 @@ from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, Token
 from inferc.runtime.openai.batch_run import Result, Ticket, take_all
 from inferc.runtime.openai.messages import joined
-from inferc.runtime.openai.request import Prompt
+from inferc.runtime.openai.request import OpenAIRequest, Prompt
 from inferc.runtime.step.plan import Logprobs
+from inferc.runtime.tools.call_reader import CallPart, Said
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
 CLIENT, PRIORITY = "inferc-batch", -100
@@ -91,6 +92,10 @@ class EndpointBackend:
                 f"{address}: the server wants an API key; give --api-key, or set INFERC_API_KEY"
             ) from None
 
+    def said(self, request: OpenAIRequest, output: CompletionOutput) -> Said | None:
+        # The server has told the calls apart; whether the last one was cut, it says by the finish reason.
+        return None if request.tools is None else Said(output.text, output.tool_calls, is_cut=True)
+
     def room(self, num_open: int) -> int:
         with self._lock:
             ours = self._num_waiting  # read before the load: none is added meanwhile, so the server cannot have more
@@ -108,6 +113,8 @@ class EndpointBackend:
             prompt = joined(prompt)  # type: ignore[arg-type]
         if values.get("max_tokens", 0) is None and "max_tokens" not in self.defaults:
             values["unlimited"] = True
+        if request.tools is not None:
+            values["tools"] = request.tools
         count = request.num_outputs
         self._count_waiting(count)
         done = self._pool.submit(self._work, prompt, values, count)
@@ -187,6 +194,7 @@ class _Pending:
 
     def __init__(self, count: int) -> None:
         self._outputs = [CompletionOutput(index) for index in range(count)]
+        self._said = [Said() for _ in range(count)]
         self._usage = pb.Usage()
         self.num_started = 0
 
@@ -197,6 +205,10 @@ class _Pending:
         output.text += delta.text
         output.token_ids += delta.token_ids
         output.finish_reason = delta.finish_reason
+        for part in delta.tool_calls:
+            said = self._said[delta.index]
+            said.add(CallPart(part.index, part.arguments, part.name or None, part.id))
+            output.tool_calls = said.calls
         if delta.logprobs:
             output.logprobs = (output.logprobs or []) + [_logprobs(each) for each in delta.logprobs]
         self._usage = delta.usage or self._usage

@@ -115,6 +115,7 @@ class Client:
 
         tap: the server keeps this request's values of the tensors that it was started to tap. prompt_logprobs: the
         first delta has the log probabilities of the prompt's tokens, with so many of the likeliest tokens for each.
+        A list of messages may go with tools, tool_choice and parallel_tool_calls, which are OpenAI's.
 
         Closing the iterator, or dropping it, ends the request on the server at once.
         """
@@ -167,7 +168,7 @@ class Client:
 
     # ----------------------------------------------------------------------------------------- text, models
 
-    def tokenize(self, text: str | Sequence[Mapping[str, str]], *, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(self, text: str | Sequence[Mapping[str, Any]], *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text or a conversation, as `generate` would use them."""
         request = tokenize_request(text, self.model, add_special_tokens)
         return list(self._call("Tokenize", request, pb.TokenizeResponse).token_ids)
@@ -364,7 +365,7 @@ class AsyncClient:
     async def abort(self, request_id: str) -> bool:
         return bool((await self._call("Abort", pb.AbortRequest(request_id=request_id), pb.AbortResponse)).aborted)
 
-    async def tokenize(self, text: str | Sequence[Mapping[str, str]], *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, text: str | Sequence[Mapping[str, Any]], *, add_special_tokens: bool = True) -> list[int]:
         request = tokenize_request(text, self.model, add_special_tokens)
         return list((await self._call("Tokenize", request, pb.TokenizeResponse)).token_ids)
 

@@ -12,15 +12,22 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from inferc.client.chats import OF_TOOLS, chat_of, offered
 from inferc.errors import ConfigError, InfercError, RequestError
+from inferc.runtime.step.structured_outputs import StructuredOutputs
+from inferc.runtime.tools.tools import Tools
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
 SERVICE = "inferc.v1.InferenceService"
-FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.2, 5.0
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -110,16 +117,18 @@ class Delta:
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
     usage: pb.Usage | None = None
     prompt_logprobs: tuple[pb.TokenLogprobs, ...] = ()
+    tool_calls: tuple[pb.ToolCallPart, ...] = ()
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole output of a request."""
+    """A whole output of a request; the text of its calls of tools is not in `text`."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
+    tool_calls: tuple[pb.ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,13 +148,18 @@ def delta(message: pb.GenerateResponse) -> Delta:
         tuple(message.logprobs),
         message.usage if message.HasField("usage") else None,
         tuple(message.prompt_logprobs),
+        tuple(message.tool_calls),
     )
 
 
 def completions(answer: pb.CompleteResponse) -> list[Completion]:
     return [
         Completion(
-            output.text, tuple(output.token_ids), FINISH_REASONS.get(output.finish_reason, ""), tuple(output.logprobs)
+            output.text,
+            tuple(output.token_ids),
+            FINISH_REASONS.get(output.finish_reason, ""),
+            tuple(output.logprobs),
+            tuple(output.tool_calls),
         )
         for output in answer.outputs
     ]
@@ -154,11 +168,12 @@ def completions(answer: pb.CompleteResponse) -> list[Completion]:
 def generate_request(prompt: Prompt, model: str, **options: Any) -> pb.GenerateRequest:
     """Build a GenerateRequest; raise RequestError for invalid values.
 
-    options: the request's own fields, and those of SamplingParams.
+    options: the request's own fields, those of SamplingParams, and OpenAI's for the tools that a conversation offers.
     """
     fields = {name: options.pop(name) for name in ("request_id", "tap", "prompt_logprobs") if name in options}
+    tools = offered({name: options.pop(name) for name in OF_TOOLS if name in options})
     try:
-        return pb.GenerateRequest(model=model, sampling=_sampling(options), **fields, **_prompt(prompt))
+        return pb.GenerateRequest(model=model, sampling=_sampling(options), **fields, **_prompt(prompt, tools))
     except (TypeError, ValueError) as error:  # a lone surrogate in the text, or a request_id that is not a string
         raise RequestError(f"the request cannot be sent: {error}") from None
 
@@ -189,7 +204,7 @@ def embed_request(inputs: Sequence[str | Sequence[int]], model: str, dimensions:
         raise RequestError(f"the request cannot be sent: {error}") from None
 
 
-def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str, add_special_tokens: bool) -> Any:
+def tokenize_request(prompt: str | Sequence[Mapping[str, Any]], model: str, add_special_tokens: bool) -> Any:
     """Build a TokenizeRequest; raise RequestError for invalid values."""
     fields = _prompt(prompt)
     if "token_ids" in fields:
@@ -205,20 +220,26 @@ def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
     said = {name: value for name, value in values.items() if value is not None}
     if isinstance(said.get("stop"), str):  # protobuf would take a string for a list of its characters
         said["stop"] = [said["stop"]]
+    if isinstance(form := said.get("structured_outputs"), StructuredOutputs):
+        names = [field.name for field in pb.StructuredOutputs.DESCRIPTOR.fields]
+        said["structured_outputs"] = {name: value for name in names if (value := getattr(form, name)) is not None}
     try:
         return pb.SamplingParams(**said)
     except (TypeError, ValueError) as error:
         raise RequestError(f"sampling: {error}") from None
 
 
-def _prompt(prompt: Prompt) -> dict[str, Any]:
+def _prompt(prompt: Prompt, tools: Tools | None = None) -> dict[str, Any]:
     """Return the request field for a prompt; raise RequestError for what is no prompt."""
+    is_chat = not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)
+    if tools is not None and not is_chat:
+        raise RequestError("tools: a conversation offers them; give the prompt as a list of chat messages")
     if isinstance(prompt, str):
         return {"text": prompt}
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise RequestError(f"a prompt is a text, a list of token ids or a list of chat messages, found {prompt!r:.80}")
-    if prompt and isinstance(prompt[0], Mapping):
-        return {"chat": pb.Chat(messages=[_message(index, part) for index, part in enumerate(prompt)])}
+    if is_chat:
+        return {"chat": chat_of(prompt, tools)}
     return {"token_ids": pb.TokenIds(ids=token_ids(prompt))}
 
 
@@ -230,16 +251,6 @@ def token_ids(values: Sequence[Any]) -> list[int]:
         if not 0 <= value < 2**31:
             raise RequestError(f"token_ids[{index}] is {value}; a token id is 0 to {2**31 - 1}")
     return list(values)
-
-
-def _message(index: int, message: Any) -> pb.ChatMessage:
-    if not isinstance(message, Mapping):
-        raise RequestError(f"message {index} of the chat is {message!r:.80}; it needs a role and a content")
-    for name in ("role", "content"):
-        if not isinstance(message.get(name), str):
-            found = f"{message[name]!r:.80}" if name in message else "none"
-            raise RequestError(f"message {index} of the chat needs a {name}, a text; found {found}")
-    return pb.ChatMessage(role=message["role"], content=message["content"])
 
 
 def error_of(error: grpc.RpcError) -> InfercError:

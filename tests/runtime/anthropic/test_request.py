@@ -217,10 +217,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "tool_choice.disable_parallel_tool_use: expected true or false",
         ),
         ({"tool_choice": {"type": "any"}}, "and there are no tools"),
-        (
-            {"tools": [TOOL], "output_config": {"format": {"type": "json_schema", "schema": {}}}},
-            "tools: output_config.format.schema gives the answer a form, too",
-        ),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(change: dict[str, Any], message: str) -> None:

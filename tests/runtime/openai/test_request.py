@@ -173,12 +173,12 @@ def test_limits_and_logprobs_of_a_chat(asked: dict[str, Any], sampling: dict[str
         ),
         (
             CHAT,
-            {"messages": [{"role": "tool", "content": "a", "tool_call_id": "x"}]},
+            {"messages": [{"role": "user", "content": "a", "tool_call_id": "x"}]},
             'messages[0].tool_call_id is "x", which is not built yet',
             "messages",
         ),
-        (CHAT, {"messages": MESSAGES, "tools": [{}]}, "tools is [{}], which is not built yet", "tools"),
-        (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 'tool_choice is "required", which', "tool_choice"),
+        (CHAT, {"messages": MESSAGES, "tools": [{}]}, "tools[0].function: expected an object with a name", "tools"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "and there are no tools", "tool_choice"),
         (
             CHAT,
             {"messages": MESSAGES, "response_format": {"type": "json-schema"}},

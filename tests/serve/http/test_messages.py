@@ -188,6 +188,12 @@ def test_a_call_that_was_cut_is_no_block(tooled: Server) -> None:
     assert found[-2]["delta"]["stop_reason"] == "max_tokens" and found[-3]["type"] == "content_block_stop"
 
 
+def test_a_form_beside_tools_is_refused(tooled: Server) -> None:
+    form = {"output_config": {"format": {"type": "json_schema", "schema": WEATHER}}}
+    found = error(request(tooled.url, MESSAGES, {**SAMPLED, **form}))
+    assert "tools: output_config.format.schema gives the answer a form, too" in found["message"]
+
+
 def test_without_a_choice_to_call_there_is_text(tooled: Server) -> None:
     message = request(tooled.url, MESSAGES, {**SAMPLED, "tool_choice": {"type": "none"}, "max_tokens": 20}).json
     assert [block["type"] for block in message["content"]] == ["text"]
