@@ -16,6 +16,7 @@ from inferc.runtime.engine import keywords
 from inferc.runtime.engine.absent import OF_LLM, absent
 from inferc.runtime.engine.load import load_engine, model_defaults
 from inferc.runtime.engine.loop import Embedded, EngineThread, Event, Failed, Scored
+from inferc.runtime.engine.offered_tools import OfferedTools
 from inferc.runtime.engine.progress_bar import ProgressBar
 from inferc.runtime.engine.prompts import ParsedPrompt, Prompt, parse_prompt, parse_prompts
 from inferc.runtime.engine.request_output import (
@@ -35,6 +36,17 @@ from inferc.runtime.text.hf_tokenizer import HfTokenizer
 from inferc.runtime.text.tokenizer import Text
 
 Messages: TypeAlias = Sequence[dict[str, Any]]
+
+OF_CHAT = (
+    "messages",
+    "sampling_params",
+    "use_tqdm",
+    "add_generation_prompt",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+)
 
 
 @final
@@ -118,22 +130,28 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several with the model's chat template; a message has `role` and `content`.
 
         sampling_params: None takes the model's defaults, with which an answer may be as long as fits unless they limit
-        it. tools: for the template. chat_template_kwargs: further variables of the template, as `enable_thinking`.
-        use_tqdm, others: as in `generate`.
+        it. tools: as OpenAI has them, for the template; calls in an answer are the `tool_calls` of its outputs, and in
+        their text. tool_choice and parallel_tool_calls, OpenAI's too, hold answers to the tools; else they are free.
+        chat_template_kwargs: further variables of the template, as `enable_thinking`. use_tqdm, others: as in
+        `generate`.
         """
-        known = ("messages", "sampling_params", "use_tqdm", "add_generation_prompt", "tools", "chat_template_kwargs")
-        keywords.refuse("LLM.chat", others, known)
+        keywords.refuse("LLM.chat", others, OF_CHAT)
+        offered = OfferedTools(self.text, tools, tool_choice, parallel_tool_calls)
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
         each = self._params_of(sampling_params or from_chat({}, self._defaults), len(many))
-        options = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt, "tools": tools}
+        of_request = {"add_generation_prompt": add_generation_prompt, "tools": offered.for_template}
+        options = {**(chat_template_kwargs or {}), **of_request}
         prompts = [ParsedPrompt(token_ids=self.text.encode_chat(one, **options)) for one in many]  # type: ignore[arg-type]
-        return self._run([self._request(*pair) for pair in zip(prompts, each, strict=True)], use_tqdm)
+        requests = [self._request(prompt, offered.held(params)) for prompt, params in zip(prompts, each, strict=True)]
+        return offered.read(self._run(requests, use_tqdm))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
         """Complete one prompt, and iterate with `for` or `async for` over the answer as it grows.
