@@ -335,7 +335,7 @@ def _chat(
 def with_tools(request: OpenAIRequest, tools: Tools | None) -> OpenAIRequest:
     """Return the request with the tools that it offers, if any, which its chat template reads.
 
-    Raises RequestError for tools that may be called in an answer that is held to a form of its own.
+    Raises RequestError as check_one_form does.
     """
     if tools is None:
         return request

@@ -96,23 +96,27 @@ def held(
     """Return sampling parameters that hold an answer to the tools it may call, and the form of its calls.
 
     form_of_calls: asks the model's tokenizer for it (Text.check_calls), which raises RequestError if it is not known.
-    The form is None for an answer that may have no calls. Raises RequestError for tools that may be called in an answer
-    that has a form of its own.
+    The form is None for an answer that may have no calls. Raises RequestError as check_one_form does.
     """
     if tools is None:
         return params, None
     check_one_form(tools, params)
     form = form_of_calls()
-    if params.structured_outputs is None:
+    if params.structured_outputs is None or tools.choice == "required":
         params = replace(params, structured_outputs=tools.held_to(form))
     return params, None if tools.choice == "none" else form
 
 
 def check_one_form(tools: Tools, params: SamplingParams) -> None:
-    """Raise RequestError for tools that may be called in an answer that is held to a form of its own."""
+    """Raise RequestError for an answer that may be a call or a text, if the text is held to a form of its own.
+
+    An answer that must be a call has no text, so its form says nothing.
+    """
     given = params.structured_outputs
-    if given is not None and tools.choice != "none":
-        raise RequestError(f"tools: {given.label} gives the answer a form, too; send one of them, or tool_choice none")
+    if given is not None and tools.choice == "auto":
+        raise RequestError(
+            f"tools: {given.label} gives the answer a form, too; send one of them, or another tool_choice than auto"
+        )
 
 
 def tools_of(body: Mapping[str, Any]) -> Tools | None:

@@ -155,3 +155,22 @@ def test_clients_of_others_call_tools(tooled: Server) -> None:
     assert langchain["streamed"] == langchain["calls"] and langchain["then"]
     ((name, arguments),) = langchain["calls"]
     assert name == "GetWeather" and 1 <= arguments["days"] <= 9 and 1 <= langchain["structured"] <= 9
+
+
+@pytest.mark.slow
+def test_litellm_calls_tools_by_every_api(tooled: Server) -> None:
+    seen = run_client("litellm", "check_litellm_tools.py", tooled.url, "tooled")
+    for api in ("openai", "anthropic"):
+        ((name, arguments),), ((streamed_name, streamed),) = seen[api]["calls"], seen[api]["streamed"]
+        assert (name, json.loads(arguments)) == (streamed_name, json.loads(streamed)), api
+        check_arguments(name, json.loads(arguments))
+        assert seen[api]["reasons"] == ["tool_calls", "tool_calls"] and seen[api]["answered"]
+    assert seen["responses"] == seen["openai"]["calls"]
+
+
+@pytest.mark.slow
+def test_instructor_makes_objects_of_calls(tooled: Server) -> None:
+    seen = run_client("instructor", "check_instructor.py", tooled.url, "tooled")
+    assert seen["whole"] == seen["partial"] and seen["num_partials"] > 1
+    for name in ("whole", "response", "message", "formed"):
+        assert seen[name]["city"] in ("Rome", "Paris") and seen[name]["is_warm"] in (True, False)

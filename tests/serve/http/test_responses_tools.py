@@ -158,6 +158,14 @@ def test_what_cannot_be_called_is_refused(
     assert reply.error["param"] == param
 
 
+def test_a_call_that_must_be_has_no_text_of_a_form(tooled: Server) -> None:
+    """Instructor asks so: a tool's schema is the format of a text, too, and a call of the tool is demanded."""
+    body = {**SAMPLED, "tool_choice": ONE, "parallel_tool_calls": False}
+    form = {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}}
+    formed, plain = (request(tooled.url, RESPONSES, {**body, **more}).json for more in (form, {}))
+    assert without_ids(formed["output"]) == without_ids(plain["output"])
+
+
 def test_log_probabilities_come_where_nothing_may_be_called(tooled: Server) -> None:
     body = {**SAMPLED, "tool_choice": "none", "include": ["message.output_text.logprobs"], "max_output_tokens": 4}
     (item,) = request(tooled.url, RESPONSES, body).json["output"]
