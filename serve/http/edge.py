@@ -195,7 +195,7 @@ class _Exchange:
             route = self._scope.get("route")
             self._edge.ended("other" if route is None else route.path, str(message["status"]))
             name = self._name.encode("latin-1")
-            names = (b"x-request-id", b"request-id") if _is_of_messages(self._scope) else (b"x-request-id",)
+            names = (b"x-request-id", b"request-id") if is_anthropics(self._scope) else (b"x-request-id",)
             message["headers"] = [*headers, *((each, name) for each in names), *self.caller.headers()]
         await self._send(message)
 
@@ -210,9 +210,12 @@ def _secret(headers: Mapping[bytes, bytes]) -> str | None:
 # ------------------------------------------------------------------------------------------------- errors
 
 
-def _is_of_messages(scope: Scope) -> bool:
-    """Return whether a request is one of Anthropic's Messages API, whose errors have a form of their own."""
-    return bool(scope["path"] == MESSAGES_URL or scope["path"].startswith(f"{MESSAGES_URL}/"))
+def is_anthropics(scope: Scope) -> bool:
+    """Return whether a request is one of Anthropic's API, by its path or its header: its answers have other forms."""
+    path: str = scope["path"]
+    if path == MESSAGES_URL or path.startswith(f"{MESSAGES_URL}/"):
+        return True
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def error_response(
@@ -225,7 +228,7 @@ def error_response(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    if _is_of_messages(scope):
+    if is_anthropics(scope):
         body = of_messages.error_body(status, message)
     # Encoded in ASCII: a message may quote half of a surrogate pair that the client sent.
     return Response(json.dumps(body).encode(), status, headers, "application/json")

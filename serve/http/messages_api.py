@@ -6,6 +6,7 @@ import secrets
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from inferc.serve.http.bodies import described, read_body
 from inferc.serve.http.edge import while_client_waits
 from inferc.serve.models import text_calls
 from inferc.serve.models.models import Models
+from inferc.serve.models.served_model import ServedModel
 from inferc.serve.security.access import CALLER
 from inferc.serve.statuses import to_client_error
 
@@ -56,6 +58,26 @@ def messages_routes(models: Models) -> APIRouter:
         return Json({"input_tokens": len(ids), **({"warnings": request.warnings} if request.warnings else {})})
 
     return routes
+
+
+def listed(models: Models) -> dict[str, Any]:
+    """Return the models of a server as Anthropic's list of them."""
+    found = [model_body(model) for model in models.served]
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
+    return {"data": found, "has_more": False, **ends}
+
+
+def model_body(model: ServedModel) -> dict[str, Any]:
+    """Return a model as Anthropic's object."""
+    return {
+        "id": model.name,
+        "type": "model",
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(model.info.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": model.engine.facts.max_model_len,
+        "max_tokens": model.engine.facts.max_model_len,
+    }
 
 
 @dataclass(frozen=True)

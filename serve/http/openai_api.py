@@ -29,9 +29,10 @@ from inferc.runtime.openai.tool_calls import with_calls
 from inferc.runtime.step.sampling_params import from_chat, of_chat
 from inferc.serve.answering.answering import MANY_ENTRIES, Answering
 from inferc.serve.answering.logprobs_json import chat_lists, json_items, json_list
+from inferc.serve.http import messages_api
 from inferc.serve.http.answers import STREAMED, Json, answered
 from inferc.serve.http.bodies import described, read_body
-from inferc.serve.http.edge import body_of, while_client_waits
+from inferc.serve.http.edge import body_of, is_anthropics, while_client_waits
 from inferc.serve.http.openai_chunks import DONE, Chunks, event
 from inferc.serve.http.responses_api import responses_routes
 from inferc.serve.models import text_calls
@@ -78,13 +79,16 @@ def openai_routes(models: Models) -> APIRouter:
     # -------------------------------------------------------------------------------------------- models
 
     @routes.get("/v1/models", tags=["openai"])
-    async def list_models() -> Json:
+    async def list_models(http: Request) -> Json:
         """List the models that are served."""
+        if is_anthropics(http.scope):
+            return Json(messages_api.listed(models))
         return Json({"object": "list", "data": [_model(model) for model in models.served]})
 
     @routes.get("/v1/models/{name:path}", tags=["openai"])
-    async def get_model(name: str) -> Json:
-        return Json(_model(models.get(name)))
+    async def get_model(http: Request, name: str) -> Json:
+        model = models.get(name)
+        return Json(messages_api.model_body(model) if is_anthropics(http.scope) else _model(model))
 
     # ---------------------------------------------------------------------------------------------- text
 

@@ -22,7 +22,7 @@ from inferc.system.worker_process import NoProcess
 )
 def test_whether_and_when_another_try_is_worth_while(error: InfercError, status: int, headers: dict[str, str]) -> None:
     """An objective that no schedule can meet gets no retry time, and OpenAI's clients do not retry."""
-    reply = response_of(to_client_error(error), {"path": "/v1/completions"})
+    reply = response_of(to_client_error(error), {"path": "/v1/completions", "headers": []})
     assert reply.status_code == status
     assert {name: reply.headers[name] for name in ("retry-after", "x-should-retry") if name in reply.headers} == headers
 

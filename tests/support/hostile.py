@@ -127,6 +127,10 @@ FIELDS = (
     "background",
     "previous_response_id",
     "conversation",
+    "system",
+    "stop_sequences",
+    "thinking",
+    "output_config",
     "encoding_format",
     "dimensions",
     "return_token_strs",
@@ -139,6 +143,8 @@ VALID: dict[str, Pairs] = {
     "/v1/completions": [("prompt", '"abc"'), ("max_tokens", "2")],
     "/v1/chat/completions": [("messages", '[{"role":"user","content":"hi"}]'), ("max_tokens", "2")],
     "/v1/responses": [("input", '"hi"'), ("max_output_tokens", "2")],
+    "/v1/messages": [("messages", '[{"role":"user","content":"hi"}]'), ("max_tokens", "2")],
+    "/v1/messages/count_tokens": [("messages", '[{"role":"user","content":[{"type":"text","text":"hi"}]}]')],
     "/v1/embeddings": [("input", '["a", "b"]')],
     "/tokenize": [("prompt", '"abc"')],
     "/detokenize": [("tokens", "[5, 6]")],
@@ -185,7 +191,7 @@ def a_value(rng: random.Random, depth: int = 0) -> str:
     if kind < 0.75:
         return "[" + ",".join(a_value(rng, depth + 1) for _ in range(rng.randint(0, 4))) + "]"
     if kind < 0.9:
-        names = ("role", "content", "type", "text", "5", "include_usage", "format", "effort", "a", "a")
+        names = ("role", "content", "type", "text", "name", "5", "include_usage", "format", "effort", "a", "a")
         return an_object([(rng.choice(names), a_value(rng, depth + 1)) for _ in range(rng.randint(0, 4))])
     return _deep(rng) if rng.random() < 0.4 else _long_list(rng)
 
