@@ -33,6 +33,7 @@ PARTS_BYTES = 128 << 20  # of the parts of grammars that xgrammar keeps, since o
 MAX_WHITESPACE = 20
 TOKEN = "token"  # in the text of a structural tag that may name tokens
 MAX_PLACE = 300  # characters of the library's message
+LARK = "Lark error at "
 
 
 class Library:
@@ -124,7 +125,9 @@ class XGrammar:
         try:
             made = self._compile(wanted)
         except RuntimeError as error:
-            raise RequestError(_reason(error)) from None
+            raise RequestError(_reason(str(error))) from None
+        except UnicodeDecodeError as error:  # what it says quotes a grammar byte by byte, and so half of a character
+            raise RequestError(_reason(error.object.decode(errors="replace"))) from None
         except UnicodeEncodeError:  # JSON names halves of characters with escapes
             raise RequestError("it is not text: it has half of a surrogate pair") from None
         self._check_admits(made)
@@ -240,9 +243,11 @@ def _escaped(char: str) -> str:
     return char if char.isprintable() else f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(message: str) -> str:
     """Return the library's message without the place in its own source."""
-    lines: Sequence[str] = [line for line in str(error).strip().splitlines() if line] or [type(error).__name__]
+    lines: Sequence[str] = [line for line in message.strip().splitlines() if line] or ["it cannot be read"]
+    if lines[0].startswith(LARK):  # the lines after it show the place, which the first one says
+        return lines[0].removeprefix(LARK)[:MAX_PLACE]
     said = lines[-1]
     if ".cc:" in said:
         said = said.partition(".cc:")[2].partition(": ")[2]

@@ -101,7 +101,8 @@ def test_whitespace_is_free_and_bounded_or_fixed(backend: Backend) -> None:
         ({"grammar": 'a ::= "x"'}, 'The root rule with name "root" is not found'),
         ({"grammar": 'root ::= root "a"'}, "it admits no answer, not even an empty one"),
         ({"grammar": "root ::= " + "(" * 20_000}, "Nest layer exceeded the maximum limit"),
-        ({"grammar": "start: ("}, "."),
+        ({"grammar": "start: ("}, r"line 1, column 9: expected '\)' after group$"),
+        ({"grammar": 'x: 🎉\nstart: "a"'}, "line 1, column 4: unexpected character '\ufffd'$"),
     ],
 )
 def test_refusals_say_where(backend: Backend, fields: dict[str, Any], message: str) -> None:
