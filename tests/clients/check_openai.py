@@ -114,7 +114,7 @@ def sync(url: str, model: str) -> dict[str, Any]:
         "schema": lambda: client.chat.completions.create(
             model=model,
             messages=MESSAGES,
-            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"contains": {}}}},
+            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"contains": {"const": 1}}}},
             stream=True,
         ),
         "image": lambda: client.chat.completions.create(

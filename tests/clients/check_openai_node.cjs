@@ -83,7 +83,7 @@ async function main() {
         const tool = { type: "function", function: { ...TOOL.function, function: () => 1, parse: JSON.parse } };
         return client.chat.completions.runTools({ ...OPTIONS, tools: [tool] }).finalContent();
       }),
-      schema: await fault(() => create({ ...FREE, response_format: format({ contains: {} }) })),
+      schema: await fault(() => create({ ...FREE, response_format: format({ contains: { const: 1 } }) })),
       model: await fault(() => create({ model: "none" })),
       embeddings: await fault(() => client.embeddings.create({ model, input: "a" })),
     },
