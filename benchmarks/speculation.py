@@ -25,6 +25,7 @@ from measured import report
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
+from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import Offer
@@ -70,6 +71,9 @@ class Oracle:
         pass
 
     def close(self) -> None:
+        pass
+
+    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
         pass
 
     def may_draft(self, batch: Batch) -> bool:

@@ -46,6 +46,7 @@ class Grammars:
     """
 
     def __init__(self, compiler: GrammarCompiler | None, num_slots: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         self._compiler, self._masks = compiler, MaskMaker(num_slots, vocab_size)
         self._parked: dict[str, _Parked] = {}  # by request id, in the order in which they came
         self._invalid: list[tuple[str, str]] = []
@@ -154,7 +155,7 @@ class Grammars:
 
     def fit(self, batch: Batch, slot: int, drafted: list[int]) -> int:
         """Return how many of the tokens drafted for a slot its grammar has; no step may be in flight."""
-        place = self._place(batch, slot)
+        place = self.place(batch, slot)
         return len(drafted) if place is None else place.count_fitting(drafted)
 
     def forced(self, batch: Batch, slot: int) -> list[int]:
@@ -162,13 +163,17 @@ class Grammars:
 
         No step may be in flight.
         """
-        place = self._place(batch, slot)
+        place = self.place(batch, slot)
         if place is None or self._compiler is None or self._compiler.spelling is None:
             return []
         text = place.matcher.forced_text()
         return self._compiler.spelling.spell(text.encode()) if text else []
 
-    def _place(self, batch: Batch, slot: int) -> Constraint | None:
+    def place(self, batch: Batch, slot: int) -> Constraint | None:
+        """Return where a slot's sequence is in its grammar; None for one that may choose any token.
+
+        No step may be in flight.
+        """
         if not self._constraints:
             return None
         return self._masks.at(slot, batch.tokens[slot], int(batch.prompt_len[slot]), int(batch.num_known[slot]))

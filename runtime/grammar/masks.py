@@ -76,6 +76,29 @@ class _Row:
     rows: list[int]
 
 
+class FixedMasks:
+    """The masks of a step that are made before it; see StepMasks.
+
+    places: of each row the place in its grammar, or None for a row that may choose any token.
+    """
+
+    def __init__(self, places: Sequence[Constraint | None], vocab_size: int) -> None:
+        held = [row for row, place in enumerate(places) if place is not None]
+        self.bits: U32 = np.zeros((max(1, len(held)), mask_words(vocab_size)), np.uint32)
+        self.mask_rows: I32 = np.full(len(places), -1, np.int32)
+        for at, row in enumerate(held):
+            place = places[row]
+            assert place is not None, "it is held"
+            place.matcher.fill(self.bits, at)
+            self.mask_rows[row] = at
+
+    def begin(self, last_ids: I32) -> None:
+        """Do nothing: the masks are made."""
+
+    def wait(self) -> None:
+        """Do nothing: the masks are made."""
+
+
 class _StepMasks:
     """The masks of one step; see StepMasks."""
 

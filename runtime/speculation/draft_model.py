@@ -5,7 +5,8 @@ So what the prefix cache finds for the one is found for the other, if the draft 
 was not chosen is written over. Source: Leviathan et al. 2023, arXiv:2211.17192.
 
 It draws with the temperature, the seed and the random numbers of the large model. Where both models think alike they
-then choose alike, also in sampling. It knows nothing of penalties and grammars.
+then choose alike, also in sampling. A sequence that is held to a grammar is held to it here, too; of penalties the
+draft model knows nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from inferc.errors import InfercError
+from inferc.runtime.grammar.grammars import Grammars
+from inferc.runtime.grammar.masks import Constraint, FixedMasks
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.runners.api import Runner
 from inferc.runtime.scheduler.batch import Batch
@@ -66,12 +69,17 @@ class ModelDrafter:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._content: dict[int, bytes] = {}  # by block, the hash of the tokens whose K and V it has
         self._table: I32 | None = None
+        self._grammars: Grammars | None = None
         self.depth_seconds = 0.0
 
     def attach(self, cache: KVCacheManager) -> None:
         """Share the block table of the first KV group that keeps all of its blocks."""
         full = next(index for index, group in enumerate(cache.groups) if not group.spec.frees_blocks)
         self._table = cache.tables[full]
+
+    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
+        """Hold drafts to the grammars of their sequences."""
+        self._grammars = grammars
 
     def may_draft(self, batch: Batch) -> bool:
         """Return True: the model guesses after any text."""
@@ -111,16 +119,25 @@ class ModelDrafter:
         for slot in slots:
             state = self._slots[slot]
             state.num_known, state.drafted = int(batch.num_known[slot]), ()
+        places = [self._place(batch, slot) for slot in slots]
         for depth in range(max(counts)):
-            rows = [row for row, count in enumerate(counts) if count > depth]
+            rows = [row for row, count in enumerate(counts) if count > depth == len(drafts[row])]
+            rows = [row for row in rows if (place := places[row]) is None or not place.matcher.is_ended]
+            if not rows:
+                break
             begun = time.perf_counter()
-            found = self._step(batch, [slots[row] for row in rows], [drafts[row][-1:] for row in rows], depth)
+            held = [places[row] for row in rows]
+            found = self._step(batch, [slots[row] for row in rows], [drafts[row][-1:] for row in rows], depth, held)
             self.depth_seconds += LEARNING * (time.perf_counter() - begun - self.depth_seconds)
-            for row, token in zip(rows, found.tolist(), strict=True):
-                drafts[row].append(token)
-        for slot, ids in zip(slots, drafts, strict=True):
+            for place, row, token in zip(held, rows, found.tolist(), strict=True):
+                if place is None or place.matcher.accept(token):
+                    drafts[row].append(token)
+        for place, slot, ids in zip(places, slots, drafts, strict=True):
+            if place is not None and ids:
+                place.matcher.rollback(len(ids))
             self._slots[slot].drafted = tuple(ids)
-            self._slots[slot].num_computed = int(batch.num_known[slot]) + len(ids) - 1
+            if ids:
+                self._slots[slot].num_computed = int(batch.num_known[slot]) + len(ids) - 1
         return drafts
 
     def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
@@ -173,7 +190,20 @@ class ModelDrafter:
             self._slots[slot].num_computed += count
             self._name_blocks(self._slots[slot], slot)
 
-    def _step(self, batch: Batch, slots: list[int], last: list[list[int]], depth: int) -> I32:
+    def _place(self, batch: Batch, slot: int) -> Constraint | None:
+        """Return where a sequence is in its grammar, if it has one and both models have as many tokens."""
+        if self._grammars is None or self._grammars.vocab_size != self._sizes.vocab_size:
+            return None
+        return self._grammars.place(batch, slot)
+
+    def _step(
+        self,
+        batch: Batch,
+        slots: list[int],
+        last: list[list[int]],
+        depth: int,
+        places: Sequence[Constraint | None],
+    ) -> I32:
         """Run one step for each slot over the token that was drafted last, or over all that it lacks; sample one."""
         texts: list[tuple[int, I32]] = []
         for slot, ids in zip(slots, last, strict=True):
@@ -186,7 +216,8 @@ class ModelDrafter:
             self._forget(slot, texts[-1][0], known + depth)
         counters = batch.num_known[slots] - batch.prompt_len[slots] + depth
         rows = batch.draft_rows(np.array(slots, np.int64), counters.astype(np.uint64), self._sizes.vocab_size)
-        return self._run(batch, slots, texts, rows)
+        masks = FixedMasks(places, self._sizes.vocab_size) if any(places) else None
+        return self._run(batch, slots, texts, rows, masks)
 
     def _forget(self, slot: int, start: int, end: int) -> None:
         """Forget the content of the blocks that are written to."""
@@ -195,7 +226,14 @@ class ModelDrafter:
         for index in range(start // size, (end - 1) // size + 1):
             self._content.pop(int(self._table[slot, index]), None)
 
-    def _run(self, batch: Batch, slots: list[int], texts: list[tuple[int, I32]], rows: SampleRows | None) -> I32:
+    def _run(
+        self,
+        batch: Batch,
+        slots: list[int],
+        texts: list[tuple[int, I32]],
+        rows: SampleRows | None,
+        masks: FixedMasks | None = None,
+    ) -> I32:
         """Run a step over some tokens of each slot, from a position on; return the ids sampled behind them, if any."""
         assert self._table is not None
         size, groups = self._sizes.block_size, self._sizes.num_groups
@@ -223,6 +261,7 @@ class ModelDrafter:
                 slot_mapping=(slot_mapping,) * groups,
                 block_tables=(table,) * groups,
                 sample=sample,
+                masks=masks,
             )
         )
         result = self._runner.wait()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 
@@ -39,6 +40,9 @@ class Drafter(Protocol):
 
     def attach(self, cache: KVCacheManager) -> None:
         """Use the KV cache of the engine, whose block tables tell where a sequence's tokens are."""
+
+    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
+        """Use the grammars that the engine's sequences are held to."""
 
     def may_draft(self, batch: Batch) -> bool:
         """Return whether anything can be drafted for any of the running sequences."""

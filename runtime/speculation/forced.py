@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import NOTHING, Drafter, Offer
@@ -41,6 +42,13 @@ class ForcedDrafter:
         """Hand the cache to the other drafter."""
         if self._other is not None:
             self._other.attach(cache)
+
+    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
+        """Draft what these grammars force."""
+        self.forced = lambda slot: grammars.forced(batch, slot)
+        self.is_any_held = lambda: grammars.is_any_held
+        if self._other is not None:
+            self._other.hold_to(grammars, batch)
 
     def may_draft(self, batch: Batch) -> bool:
         """Return whether any sequence is held to a grammar, or the other drafter may draft."""

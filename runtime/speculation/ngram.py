@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 
+from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import NOTHING, Offer
@@ -94,6 +95,9 @@ class NgramDrafter:
 
     def attach(self, cache: KVCacheManager) -> None:
         """Do nothing: the tokens of the sequences are enough."""
+
+    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
+        """Do nothing: what repeats is drafted, and cut off where a grammar does not have it."""
 
     def may_draft(self, batch: Batch) -> bool:
         """Return True: any text may repeat."""

@@ -19,7 +19,6 @@ from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import Drafter
-from inferc.runtime.speculation.forced import ForcedDrafter
 from inferc.runtime.speculation.lengths import Acceptance, choose_counts
 from inferc.runtime.speculation.step_times import StepTimes
 
@@ -65,9 +64,7 @@ class Speculation:
     def hold_to(self, grammars: Grammars, batch: Batch) -> None:
         """Cut drafts off where a grammar does not have them, and draft what a grammar forces."""
         self.fit = lambda slot, ids: grammars.fit(batch, slot, ids)
-        if isinstance(self.drafter, ForcedDrafter):
-            self.drafter.forced = lambda slot: grammars.forced(batch, slot)
-            self.drafter.is_any_held = lambda: grammars.is_any_held
+        self.drafter.hold_to(grammars, batch)
 
     def attach(self, cache: KVCacheManager) -> None:
         """Use the KV cache of the engine."""

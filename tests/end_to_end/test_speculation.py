@@ -22,6 +22,8 @@ from inferc.errors import ArtifactError, ConfigError, UnsupportedError
 from inferc.runtime.engine import load
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
+from inferc.runtime.speculation.forced import ForcedDrafter
+from inferc.runtime.speculation.speculation import Speculation
 from inferc.runtime.step.sequence import Sequence
 
 PROMPTS = {
@@ -347,6 +349,20 @@ def test_a_model_that_drafts_for_itself_is_always_right(
         assert (stats.cached_tokens > 0) == ("prefix_cache" not in options)
 
 
+def test_a_draft_model_drafts_within_a_form(tiny_artifact: Path, plain: LLM) -> None:
+    """One that drafts for itself chooses what the large model chooses among the tokens that fit."""
+    asked = [Asked(prompt, form, how) for prompt in PROMPTS for form in FORMS for how in ("greedy", "seeded")]
+    prompts, params = [list(PROMPTS[each.prompt]) for each in asked], [each.params for each in asked]
+    expected = [one.outputs[0].token_ids for one in plain.generate(prompts, params)]
+    with LLM(tiny_artifact, num_threads=1, speculate=f"draft:{tiny_artifact}") as llm:
+        speculation = always_draft(llm)
+        assert isinstance(speculation.drafter, ForcedDrafter) and speculation.drafter._other is not None
+        speculation.drafter = speculation.drafter._other  # without what forms force, whose spelling is a guess
+        assert [one.outputs[0].token_ids for one in llm.generate(prompts, params)] == expected
+        stats = llm.stats()
+        assert stats.num_drafted > 100 and stats.num_accepted == stats.num_drafted
+
+
 @pytest.mark.parametrize("options", DRAFTED, ids=str)
 def test_drafts_of_another_model_change_no_answer(
     tiny_artifact: Path, other: Path, plain: LLM, options: dict[str, Any]
@@ -361,7 +377,7 @@ def test_drafts_of_another_model_change_no_answer(
         assert stats.num_drafted > stats.num_accepted
 
 
-def always_draft(llm: LLM) -> None:
+def always_draft(llm: LLM) -> Speculation:
     """Draft several tokens at once whatever they cost, which nobody knows of models as small as these."""
     engine: Engine = llm._client._engine
     assert engine.speculation is not None
@@ -369,6 +385,7 @@ def always_draft(llm: LLM) -> None:
     times.observe = lambda num_tokens, seconds: None  # type: ignore[method-assign]
     engine.speculation.observe_waiting = lambda seconds: None  # type: ignore[method-assign]
     times._drift = 1e9
+    return engine.speculation
 
 
 def test_a_draft_model_must_fit(tiny_llama_folder: Path, tiny_artifact: Path, tmp_path: Path) -> None:

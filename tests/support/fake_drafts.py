@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import NOTHING, Offer
@@ -28,6 +29,9 @@ class ScriptedDrafter:
         pass
 
     def close(self) -> None:
+        pass
+
+    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
         pass
 
     def may_draft(self, batch: Batch) -> bool:

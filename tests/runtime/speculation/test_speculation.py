@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import NOTHING, Offer
@@ -27,6 +28,9 @@ class Fixed:
 
     def attach(self, cache: KVCacheManager) -> None:
         raise AssertionError("there is no cache")
+
+    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
+        pass
 
     def may_draft(self, batch: Batch) -> bool:
         return True
