@@ -92,11 +92,13 @@ class Speculation:
         arrivals = [seq.arrival for slot in batch.order.tolist() if (seq := batch.seqs[slot]) is not None]
         newest, before = max(arrivals, default=0), self._newest
         self._newest = max(newest, before)
-        if newest <= before:
-            return False
+        return newest > before and any(self._choose([1], [GOOD], len(arrivals)))
+
+    def _choose(self, most: Sequence[int], rates: Sequence[float], num_tokens: int) -> list[int]:
+        """Return how many tokens to draft for each sequence, at what steps and drafts cost now."""
         unit = self.times.seconds_per_unit
         costs = self._waiting / unit, self.drafter.depth_seconds / unit
-        return choose_counts([1], [GOOD], len(arrivals), self.times.times, *costs) == [1]
+        return choose_counts(most, rates, num_tokens, self.times.times, *costs)
 
     def draft(
         self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
@@ -116,6 +118,10 @@ class Speculation:
     def _draft(
         self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
     ) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in slots]
+        if not any(self._choose([1], [GOOD], num_tokens)):  # no draft could pay, so none is looked for
+            self._note(False)
+            return drafts
         offers = self.drafter.offers(batch, slots)
         for slot in slots:
             if self._owners[slot] is not batch.seqs[slot]:
@@ -123,15 +129,12 @@ class Speculation:
                 self._acceptance.begin(slot)
         most = [min(offer.most, count) for offer, count in zip(offers, room, strict=True)]
         rates = [self._acceptance.rate(slot, offer) for slot, offer in zip(slots, offers, strict=True)]
-        unit = self.times.seconds_per_unit
-        waiting, depth = self._waiting / unit, self.drafter.depth_seconds / unit
-        counts = choose_counts(most, rates, num_tokens, self.times.times, waiting, depth)
+        counts = self._choose(most, rates, num_tokens)
         for slot, count, each in zip(slots, counts, most, strict=True):
             if each and not count:
                 self._acceptance.relent(slot)
         counts = [reserve(slot, count) if count else 0 for slot, count in zip(slots, counts, strict=True)]
         chosen = [at for at, count in enumerate(counts) if count]
-        drafts: list[list[int]] = [[] for _ in slots]
         if chosen:
             found = self.drafter.draft(batch, [slots[at] for at in chosen], [counts[at] for at in chosen])
             for at, ids in zip(chosen, found, strict=True):

@@ -115,6 +115,18 @@ def test_steps_wait_again_when_a_draft_is_promising_or_a_sequence_comes() -> Non
     assert not speculation.wants_ids(batch), "however good its drafts, they would not pay"
 
 
+def test_no_draft_is_looked_for_where_none_could_pay() -> None:
+    batch = batch_of(2)
+    drafter = Fixed({slot: [5, 6] for slot in batch.order.tolist()})
+    speculation = Speculation(drafter, 8)
+    assert draft(speculation, batch) == [[5, 6], [5, 6]]
+    for count in (2, 3, 4):
+        speculation.observe(count, 0.01 * count)
+    drafter.drafts = {}  # a drafter that is asked would fail
+    drafter.offers = None  # type: ignore[assignment, method-assign]
+    assert draft(speculation, batch) == [[], []]
+
+
 def test_a_draft_that_is_accepted_ends_the_rests() -> None:
     drafter = Fixed()
     speculation, batch = Speculation(drafter, 8), batch_of(1)
