@@ -14,7 +14,6 @@ CLOSE = "LLM.close frees the memory, and a new LLM takes it again; a server puts
 POOLED = "a model here generates text or makes vectors: LLM.embed"
 STREAM = "iterate with `for` or `async for` over LLM.stream, or let LLM.submit call you when an answer is there"
 WEIGHTS = "the weights are fixed when a model is compiled; compile the new ones and make another LLM"
-SEARCH = "sequences are sampled: SamplingParams(n=…, logprobs=0), and choose by cumulative_logprob"
 PROFILE = "`inferc bench latency` measures steps, and INFERC_DEBUG and `inferc explain` tell what they run"
 DICT = "a prompt is a text, a list of token ids, or a plain dict with prompt or prompt_token_ids"
 OPTIONS = "options are keywords: LLM(model, max_num_seqs=…); the fields of inferc.EngineConfig are all there are"
@@ -23,7 +22,6 @@ ADAPTERS = "merge the adapter into the model's weights before they are compiled"
 STATS = "LLM.stats returns the engine's counters"
 
 OF_LLM: Mapping[str, str] = {
-    "beam_search": SEARCH,
     **dict.fromkeys(("classify", "encode", "reward"), POOLED),
     **dict.fromkeys(("sleep", "wake_up"), CLOSE),
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion", "llm_engine"), STREAM),
@@ -55,7 +53,6 @@ OF_COMPLETION_OUTPUT: Mapping[str, str] = {
 OF_PACKAGE: Mapping[str, str] = {
     **dict.fromkeys(("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "LLMEngine"), f"make an LLM; {STREAM}"),
     "EngineArgs": OPTIONS,
-    "BeamSearchParams": SEARCH,
     **dict.fromkeys(("GuidedDecodingParams", "StructuredOutputsParams"), LIMITED),
     "RequestOutputKind": "pieces of LLM.stream have the answer so far as `text`, and what is new as `new_text`",
     "PoolingParams": POOLED,

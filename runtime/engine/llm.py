@@ -14,7 +14,8 @@ from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.artifact.model_folder import artifact_of
 from inferc.runtime.engine import keywords
 from inferc.runtime.engine.absent import OF_LLM, absent
-from inferc.runtime.engine.load import load_engine, model_defaults
+from inferc.runtime.engine.beam_search import BeamSearchOutput, BeamSearchParams, likely_by, search, with_texts
+from inferc.runtime.engine.load import load_engine, model_defaults, model_limits
 from inferc.runtime.engine.loop import Embedded, EngineThread, Event, Failed, Scored
 from inferc.runtime.engine.offered_tools import OfferedTools
 from inferc.runtime.engine.progress_bar import ProgressBar
@@ -66,7 +67,7 @@ class LLM:
         artifact = load_artifact(artifact_of(model, target), target=target, trusted_keys=options.get("trusted_keys"))
         files = artifact.tokenizer
         self._text = Text(files, in_text) if files.has_tokenizer else None
-        self._defaults = dict(model_defaults(artifact))
+        self._defaults, self._model = dict(model_defaults(artifact)), model_limits(artifact)
         self._client = EngineThread(lambda: load_engine(artifact, **options))
 
     @property
@@ -121,6 +122,18 @@ class LLM:
         return self._run(
             [OpenRequest.begin(self._text, prompt, one) for prompt, one in zip(many, each, strict=True)], use_tqdm
         )
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, **others: Any
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest answers as a whole, `beam_width` for each prompt, the best first.
+
+        prompts: as in `generate`. Raises RequestError for a prompt or a parameter that cannot be served.
+        """
+        keywords.refuse("LLM.beam_search", others, ("prompts", "params"))
+        ids = [prompt_ids(self._text, prompt) for prompt in parse_prompts(prompts, None)]
+        found = search(ids, params, self._model.eos_token_ids, self._model.max_model_len, likely_by(self.generate))
+        return with_texts(found, self._text)
 
     def chat(
         self,

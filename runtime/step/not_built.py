@@ -27,8 +27,10 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 # What to do instead of some of them.
 BEST_OF = "leave it out: give n and logprobs=0, and choose by cumulative_logprob"
+SEARCH = "leave it out: LLM.beam_search(prompts, BeamSearchParams(beam_width=4)) searches"
 INSTEAD = {
-    **dict.fromkeys(("best_of", "use_beam_search", "length_penalty", "early_stopping"), BEST_OF),
+    "best_of": BEST_OF,
+    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), SEARCH),
     "guided_decoding": "leave it out: structured_outputs={...} has the same fields",
     "bad_words": "leave it out: banned_token_ids are never chosen",
     "detokenize": "leave it out: an output has text and token_ids",

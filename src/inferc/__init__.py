@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from inferc.runtime.artifact.load import load_artifact as load
+    from inferc.runtime.engine.beam_search import BeamSearchParams
     from inferc.runtime.engine.llm import LLM
     from inferc.runtime.engine.request_output import CompletionOutput, RequestOutput
     from inferc.runtime.step.sampling_params import SamplingParams
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "ArtifactError",
+    "BeamSearchParams",
     "CompileConfig",
     "CompletionOutput",
     "ConfigError",
@@ -53,6 +55,7 @@ HOMES = {
     "EngineConfig": "config",
     "load": "runtime.artifact.load:load_artifact",
     "LLM": "runtime.engine.llm",
+    "BeamSearchParams": "runtime.engine.beam_search",
     "CompletionOutput": "runtime.engine.request_output",
     "RequestOutput": "runtime.engine.request_output",
     "SamplingParams": "runtime.step.sampling_params",
