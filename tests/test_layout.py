@@ -112,6 +112,7 @@ FOLDERS = {
         "openai",
         "reasoning",
         "record",
+        "rules",
         "runners",
         "scheduler",
         "simulate",

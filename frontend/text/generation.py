@@ -35,6 +35,8 @@ FOLLOWED = {
     "min_new_tokens": "whole number",
     "stop_strings": "strings",
     "suppress_tokens": "token ids",
+    "bad_words_ids": "words",
+    "no_repeat_ngram_size": "whole number",
 }
 RECORDED = ("bos_token_id", "pad_token_id")  # fields that change no answer
 EXPECTED = {
@@ -44,11 +46,11 @@ EXPECTED = {
     "number": "a number",
     "whole number": "a whole number",
     "strings": "a string or a list of them",
+    "words": "a list of lists of token ids",
 }
 # Fields that would change an answer and that the engine does not follow, with the values (besides null) that ask for
 # nothing.
 NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
-    "bad_words_ids": ([],),  # followed if each of them is one token
     "begin_suppress_tokens": ([],),
     "constraints": ([],),
     "diversity_penalty": (0,),
@@ -65,7 +67,6 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "max_length": (20,),  # the default of old configs; another value asks for something if below the model's length
     "max_time": (),
     "min_length": (0,),
-    "no_repeat_ngram_size": (0,),
     "num_beam_groups": (1,),
     "num_beams": (1,),
     "num_return_sequences": (1,),
@@ -121,7 +122,7 @@ MAX_SHOWN = 60  # characters of a value that a message shows
 
 
 def generation_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the makers' generation defaults (FOLLOWED, and bad words of one token), as transformers' `generate` does.
+    """Return the makers' generation defaults (FOLLOWED), as transformers' `generate` does.
 
     There is one exception: token ids that generation_config.json leaves out come from config.json, while `generate`
     goes without them. As there, a folder's end token is one that its files name, and not the default of the config's
@@ -151,9 +152,6 @@ def generation_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
         _warn_of_no_end(checkpoint)
     vocab_size = int(checkpoint.config.vocab_size)
     _drop_unknown_eos(defaults, vocab_size, checkpoint.name)
-    words: Any = found.get("bad_words_ids")
-    if _are_single(words):
-        defaults["bad_words_ids"] = [[int(word[0])] for word in words]
     _drop_unknown_bans(defaults, vocab_size, checkpoint.name)
     _warn(found, defaults, checkpoint, where)
     return defaults
@@ -212,8 +210,11 @@ def _warn_of_no_end(checkpoint: Checkpoint) -> None:
 def _checked(name: str, value: Any, where: str) -> Any:
     """Return a value in its field's type, or raise ConfigError; a whole number may be written as a float."""
     kind = FOLLOWED[name]
-    parts = value if isinstance(value, list) and kind in ("token ids", "strings") else [value]
-    if kind in ("token id", "token ids", "whole number"):
+    parts = value if isinstance(value, list) and kind in ("token ids", "strings", "words") else [value]
+    if kind == "words":
+        fits = all(isinstance(part, list) and part and all(map(_is_whole, part)) for part in parts)
+        parts = [[int(token) for token in part] for part in parts] if fits else parts
+    elif kind in ("token id", "token ids", "whole number"):
         fits = all(_is_whole(part) for part in parts)
         parts = [int(part) for part in parts] if fits else parts
     elif kind == "number":
@@ -230,18 +231,6 @@ def _checked(name: str, value: Any, where: str) -> Any:
 
 def _is_whole(value: Any) -> bool:
     return type(value) is int or (isinstance(value, float) and value.is_integer())
-
-
-def _are_single(words: Any) -> bool:
-    """Tell whether there are bad words, and all of one token.
-
-    A word of several tokens would be banned only after its beginning was chosen.
-    """
-    return (
-        isinstance(words, list)
-        and bool(words)
-        and all(isinstance(word, list) and len(word) == 1 and _is_whole(word[0]) for word in words)
-    )
 
 
 def _drop_unknown_eos(defaults: dict[str, Any], vocab_size: int, where: str) -> None:
@@ -261,16 +250,25 @@ def _drop_unknown_eos(defaults: dict[str, Any], vocab_size: int, where: str) -> 
 def _drop_unknown_bans(defaults: dict[str, Any], vocab_size: int, where: str) -> None:
     """Drop banned ids that the model does not have: they are never chosen, and a request with one is refused."""
     if "suppress_tokens" in defaults:
-        ids = defaults["suppress_tokens"]
-        defaults["suppress_tokens"] = ids if isinstance(ids, list) else [ids]
+        defaults["suppress_tokens"] = _listed(defaults["suppress_tokens"])
     for name in ("suppress_tokens", "bad_words_ids"):
         found = defaults.get(name, [])
-        known = [each for each in found if 0 <= (each[0] if isinstance(each, list) else each) < vocab_size]
+        known = [each for each in found if all(0 <= token < vocab_size for token in _listed(each))]
         if len(known) < len(found):
+            what = "words" if name == "bad_words_ids" else "ids"
             log.warning(
-                "%s: %d ids of %s left out: the model has %d ids", where, len(found) - len(known), name, vocab_size
+                "%s: %d %s of %s left out: the model has %d ids",
+                where,
+                len(found) - len(known),
+                what,
+                name,
+                vocab_size,
             )
             defaults[name] = known
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _warn(found: Mapping[str, Any], defaults: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> None:

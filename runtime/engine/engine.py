@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -135,6 +136,9 @@ class Engine:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids)
         self._check_ids("banned_token_ids", params.banned_token_ids)
+        self._check_ids("bad_words_ids", list(chain.from_iterable(params.bad_words_ids)))
+        if params.bad_words:
+            raise RequestError("bad_words need a tokenizer, which turns them into tokens; give bad_words_ids instead")
         # The last token's K and V are never read, so a sequence may have one token more than the cache holds.
         longest = min(self.model.max_model_len, self.scheduler.cache.max_tokens + 1)
         wanted = self.model.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
@@ -316,9 +320,9 @@ class Engine:
 
     def _check_choices(self, params: SamplingParams, ends: frozenset[int]) -> None:
         """Raise RequestError if a request leaves no token to choose."""
-        if not params.allowed_token_ids and not params.banned_token_ids:
+        banned = frozenset(params.never_chosen)
+        if not params.allowed_token_ids and not banned:
             return
-        banned = frozenset(params.banned_token_ids)
         if params.allowed_token_ids:
             left = frozenset(params.allowed_token_ids) - banned
             num_left, num_going_on = len(left), len(left - ends)
@@ -380,7 +384,7 @@ class Engine:
             self.grammars.begin_ready(0.0 if self._is_computing else COMPILE_SECONDS)
         outputs = self._score() if self._scorer.has_work else []
         landed: Outputs = []
-        if self._in_flight and (len(self._in_flight[-1].num_drafted) or self.scheduler.drafts.wants_ids()):
+        if self._in_flight and (len(self._in_flight[-1].num_drafted) or self.scheduler.waits_for_ids()):
             landed = self._land()
         plan = self._schedule()
         if plan is not None:

@@ -51,7 +51,6 @@ NOT_BUILT = (
     "continue_final_message",
     "prompt_embeds",
     "lora_path",
-    "bad_words",
     "logits_processors",
     "use_beam_search",
     "echo",
@@ -60,7 +59,6 @@ NOT_BUILT = (
     "return_token_ids",
     "return_tokens_as_token_ids",
     "stop_regex",
-    "no_repeat_ngram_size",
 )
 # Unsupported fields, with the values that are accepted because they ask for nothing unsupported.
 FIXED: dict[str, tuple[Any, ...]] = {

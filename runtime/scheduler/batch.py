@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.runtime.kv_cache.manager import KVCacheManager
+from inferc.runtime.rules.rules import Rules
 from inferc.runtime.scheduler.waiting_queue import key_of
 from inferc.runtime.step.cost import StepWork
 from inferc.runtime.step.plan import F32, F64, I32, I64, U64, SampleRows, StepPlan, TokenLists
@@ -138,6 +139,7 @@ class Batch:
         self.num_logprobs: I32 = np.zeros(num_slots, np.int32)
         self.seeds: U64 = np.zeros(num_slots, np.uint64)
         self._lists: dict[int, _Lists] = {}  # only slots that have any
+        self._rules: dict[int, Rules] = {}  # only running slots that have any
         self._rows: Rows | None = None  # those of the last step that landed
         self._decode_shape: _Shape | None = None  # that of all slots in `order`; None after one joined or left
 
@@ -176,6 +178,7 @@ class Batch:
         """Remove a sequence from the running ones; its slot stays reserved until `free`."""
         self.sync(slot)
         self.is_running[slot] = False
+        self._rules.pop(slot, None)
         self.order = self.order[self.order != slot]
         self._decode_shape = None
 
@@ -211,6 +214,22 @@ class Batch:
         """Yield the running sequences in reverse order."""
         return (seq for slot in reversed(self.order.tolist()) if (seq := self.seqs[slot]) is not None)
 
+    @property
+    def has_rules(self) -> bool:
+        """True if a running sequence has rules, for which all of its tokens must be known when a step is planned."""
+        return bool(self._rules)
+
+    def num_allowed(self, slot: int, token_ids: list[int]) -> int:
+        """Return how many of some tokens behind those of a slot its rules allow; no step may be in flight."""
+        if (rules := self._rules.get(slot)) is None:
+            return len(token_ids)
+        known = int(self.num_known[slot])
+        self.tokens[slot, known : known + len(token_ids)] = token_ids
+        for count, token in enumerate(token_ids):
+            if token in rules.banned(self.tokens[slot, : known + count]):
+                return count
+        return len(token_ids)
+
     def decoding(self) -> I64:
         """Return the slots of the running sequences that have their first token."""
         return self.order[self.num_known[self.order] > self.prompt_len[self.order]]
@@ -245,13 +264,16 @@ class Batch:
         self.num_logprobs[slot] = 0 if params.logprobs is None else max(params.logprobs, 1)
         self.min_output[slot] = params.min_tokens
         self._lists.pop(slot, None)
-        if params.logit_bias or params.allowed_token_ids or params.banned_token_ids or params.min_tokens:
+        if (rules := Rules.of(params)) is not None:
+            self._rules[slot] = rules
+        never = params.never_chosen
+        if params.logit_bias or params.allowed_token_ids or never or params.min_tokens:
             self._lists[slot] = _Lists(
                 bias_ids=np.array(list(params.logit_bias), np.int32),
                 bias_values=np.array(list(params.logit_bias.values()), np.float32),
                 allowed=np.unique(np.array(params.allowed_token_ids, np.int32)),
-                banned=np.unique(np.array(params.banned_token_ids, np.int32)),
-                banned_early=np.unique(np.array((*params.banned_token_ids, *seq.stop_ids), np.int32)),
+                banned=np.unique(np.array(never, np.int32)),
+                banned_early=np.unique(np.array((*never, *seq.stop_ids), np.int32)),
             )
 
     def rows_of(self, seq_slots: I32) -> Rows:
@@ -421,7 +443,20 @@ class Batch:
                         for each, is_early in zip(lists, early.tolist(), strict=True)
                     ]
                 )
+        if self._rules:
+            self._obey_rules(slots, shape, rows)
         return rows
+
+    def _obey_rules(self, slots: I64, shape: _Shape, rows: SampleRows) -> None:
+        """Add to the rows what the rules of their sequences say, given the tokens before each of them."""
+        places = shape.places.tolist() or [0] * len(slots)
+        banned: dict[int, I32] = {}
+        for row, (slot, place) in enumerate(zip(slots.tolist(), places, strict=True)):
+            if (rules := self._rules.get(slot)) is not None:
+                length = int(self.num_tokens[slot])
+                assert length == self.num_known[slot], "a step in flight samples what a rule depends on"
+                banned[row] = rules.banned(self.tokens[slot, : length + place])
+        rows.banned = rows.banned.with_more(len(slots), banned)
 
     def _gather(self, slots: I64) -> SampleRows:
         bias = allowed = banned = TokenLists()

@@ -137,6 +137,14 @@ class Scheduler:
         seq.rank = self.policy.rank(seq, self.forecast, seq.num_found)
         self.waiting.add(seq)
 
+    def waits_for_ids(self) -> bool:
+        """Return whether the next step is to be scheduled only when the one before it has landed.
+
+        It is so while a sequence's rules depend on its last token, and while tokens are to be drafted.
+        """
+        wants_ids = self.drafts.wants_ids()
+        return wants_ids or self.batch.has_rules
+
     def objection(self, seq: Sequence) -> str | None:
         """Return why no schedule can meet a sequence's objectives, or None; it is called before `add`."""
         if not self._admission.looks:

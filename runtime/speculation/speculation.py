@@ -144,13 +144,14 @@ class Speculation:
         return drafts
 
     def _fitting(self, batch: Batch, slot: int, ids: list[int]) -> list[int]:
-        """Return the first drafted tokens that do not end the sequence, and that its grammar has."""
+        """Return the first drafted tokens that do not end the sequence, and that its rules and its grammar allow."""
         seq = batch.seqs[slot]
         assert seq is not None
         for count, token in enumerate(ids):
             if token in seq.stop_ids:
                 ids = ids[:count]
                 break
+        ids = ids[: batch.num_allowed(slot, ids)]
         return ids[: self.fit(slot, ids)] if ids else ids
 
     def _note(self, has_drafted: bool) -> None:

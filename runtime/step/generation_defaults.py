@@ -21,7 +21,11 @@ def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in _theirs(config).items():
-        if name in ("top_k", "max_tokens", "min_tokens") and isinstance(value, float) and value.is_integer():
+        if (
+            name in ("top_k", "max_tokens", "min_tokens", "no_repeat_ngram_size")
+            and isinstance(value, float)
+            and value.is_integer()
+        ):
             value = int(value)
         try:
             # Check each value alone: the least and the most number of tokens are reconciled below.
@@ -52,6 +56,8 @@ THEIR_NAMES = {
     "min_tokens": "min_new_tokens",
     "stop": "stop_strings",
     "banned_token_ids": "suppress_tokens and bad_words_ids",
+    "bad_words_ids": "bad_words_ids",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
 }
 OF_CHOOSING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -61,9 +67,11 @@ def _theirs(config: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: config.get(theirs) for name, theirs in THEIR_NAMES.items()}
     if isinstance(values["stop"], str):
         values["stop"] = [values["stop"]]
-    ends, words = _listed(config.get("eos_token_id")), _listed(config.get("bad_words_ids"))
+    ends = _listed(config.get("eos_token_id"))
+    words = [word for word in _listed(config.get("bad_words_ids")) if isinstance(word, list) and word]
+    values["bad_words_ids"] = [word for word in words if len(word) > 1] or None
     # An end token is no bad word, but it may be suppressed: so it is in transformers.
-    banned = [each[0] for each in words if isinstance(each, list) and each and each[0] not in ends]
+    banned = [word[0] for word in words if len(word) == 1 and word[0] not in ends]
     banned += _listed(config.get("suppress_tokens"))
     if banned:
         values["banned_token_ids"] = sorted(set(banned)) if all(type(token) is int for token in banned) else banned

@@ -6,7 +6,7 @@ the rows that are sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +41,14 @@ class TokenLists:
         starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum([len(row) for row in rows], out=starts[1:])
         return TokenLists(starts, np.concatenate(rows), np.concatenate(values) if values else np.zeros(0, np.float32))
+
+    def with_more(self, num_rows: int, more: Mapping[int, I32]) -> TokenLists:
+        """Return these lists of `num_rows` rows, which have no values, with more ids in some of the rows."""
+        if not any(map(len, more.values())):
+            return self
+        bounds = self.starts if len(self.starts) else np.zeros(num_rows + 1, np.int32)
+        own = [self.token_ids[bounds[row] : bounds[row + 1]] for row in range(num_rows)]
+        return TokenLists.of([np.concatenate((ids, more[row])) if row in more else ids for row, ids in enumerate(own)])
 
 
 ROW_DTYPES: dict[str, type[np.generic]] = {

@@ -21,7 +21,12 @@ MAX_ALL_STOP_CHARACTERS = 4096  # of all stop strings of a request
 MAX_LOGIT_BIAS = 1024
 MAX_ITEMS = 1 << 18  # of a list of token ids; the largest vocabularies have as many
 MAX_N = 128
-LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "banned_token_ids")
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARACTERS = 16_384  # of all bad words of a request
+MAX_BAD_WORDS_IDS = 4096  # a text is three spellings
+MAX_BAD_WORD_TOKENS = 65_536  # of all bad words of a request that are given as ids
+MAX_NGRAM = 1 << 20
+LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "bad_words", "bad_words_ids")
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "tap")
 MAX_NAME = 256
 MAX_UNKNOWN = 8  # unknown parameters that a message names
@@ -41,6 +46,10 @@ class SamplingParams:
     tokens, which `ignore_eos` turns off. Before `min_tokens` tokens nothing ends a sequence. Empty `allowed_token_ids`
     allow all; `banned_token_ids` are never chosen. Only requests with the same `cache_salt` share cached prefixes: the
     latency of a request tells nothing about earlier requests with another salt.
+
+    Of a word of `bad_words`, however it is spelled in tokens, the last token is never chosen where the ones before it
+    stand, be it in the prompt; `bad_words_ids` are words as lists of token ids. With `no_repeat_ngram_size` n no n
+    tokens come again in the same order that came before, in the prompt or the output.
 
     `structured_outputs` holds the answer to a form (a JSON Schema, a regular expression, …), where it then ends; a map
     of its fields may be given.
@@ -78,6 +87,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram_size: int = 0
     cache_salt: str = ""
     cache_priority: int = 0
     priority: int = 0
@@ -97,6 +109,7 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         self._check_numbers()
         self._check_ends()
+        self._check_rules()
         self._check_for_scheduler()
 
     @property
@@ -107,7 +120,17 @@ class SamplingParams:
     def num_listed(self) -> int:
         """The number of entries in the lists of token ids: the memory that a request needs beyond its prompt."""
         lists = (self.stop_token_ids, self.allowed_token_ids, self.banned_token_ids, self.logit_bias)
-        return sum(map(len, lists))
+        return sum(map(len, (*lists, *self.bad_words_ids)))
+
+    @property
+    def has_rules(self) -> bool:
+        """True if what may be chosen depends on the tokens before it."""
+        return bool(self.no_repeat_ngram_size) or any(len(word) > 1 for word in self.bad_words_ids)
+
+    @property
+    def never_chosen(self) -> tuple[int, ...]:
+        """The tokens that are banned whatever is before them; bad words of one token are among them."""
+        return (*self.banned_token_ids, *(word[0] for word in self.bad_words_ids if len(word) == 1))
 
     def _check_numbers(self) -> None:
         check_integer("n", self.n, 1, MAX_N)
@@ -135,6 +158,33 @@ class SamplingParams:
         if not _all_within(self.logit_bias.values(), -100.0, 100.0):
             for token, bias in self.logit_bias.items():
                 check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+    def _check_rules(self) -> None:
+        check_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_NGRAM, "use 0 to turn it off")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(f"bad_words: found {len(self.bad_words)} texts, at most {MAX_BAD_WORDS} are allowed")
+        for text in self.bad_words:
+            if not isinstance(text, str) or not text.strip(" "):
+                raise RequestError(f"bad_words: expected texts that are more than spaces, found {shown(text)}")
+            check_text("bad_words", text)
+        if (count := sum(map(len, self.bad_words))) > MAX_BAD_WORD_CHARACTERS:
+            raise RequestError(
+                f"bad_words: the texts have {count} characters together, at most {MAX_BAD_WORD_CHARACTERS} are allowed"
+            )
+        if len(self.bad_words_ids) > MAX_BAD_WORDS_IDS:
+            raise RequestError(
+                f"bad_words_ids: found {len(self.bad_words_ids)} words, at most {MAX_BAD_WORDS_IDS} are allowed"
+            )
+        for word in self.bad_words_ids:
+            if not isinstance(word, (list, tuple)) or not word:
+                raise RequestError(f"bad_words_ids: expected lists of token ids, found {shown(word)} among them")
+        if (count := sum(map(len, self.bad_words_ids))) > MAX_BAD_WORD_TOKENS:
+            raise RequestError(
+                f"bad_words_ids: the words have {count} tokens together, at most {MAX_BAD_WORD_TOKENS} are allowed"
+            )
+        for word in self.bad_words_ids:
+            check_ids("bad_words_ids", word)
+        object.__setattr__(self, "bad_words_ids", tuple(map(tuple, self.bad_words_ids)))
 
     def _check_for_scheduler(self) -> None:
         for name in ("cache_salt", "client"):

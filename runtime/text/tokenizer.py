@@ -114,6 +114,10 @@ class Text:
         """Return the token ids of a text that `render_chat` returned."""
         return self._encode(text, False, max_tokens, is_prompt=False)
 
+    def ids_of(self, text: str) -> list[int]:
+        """Return the token ids of a short text by themselves, which may name control tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None, is_prompt: bool) -> list[int]:
         if max_tokens is not None and len(text) > max_tokens * self._longest_token:
             raise RequestError(

@@ -40,6 +40,9 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
             values["logit_bias"] = dict(value)
         elif field.name == "structured_outputs":
             values["structured_outputs"] = _structured_outputs(value)
+        elif field.name == "bad_words_ids":
+            check_num_items(field.name, sum(max(1, len(word.ids)) for word in value))
+            values[field.name] = tuple(tuple(word.ids) for word in value)
         elif field.name != "unlimited":
             if not isinstance(value, (bool, int, float, str)):
                 check_num_items(field.name, len(value))  # before the items are copied one by one
@@ -103,7 +106,10 @@ def logprobs(found: Iterable[Logprobs]) -> list[pb.TokenLogprobs]:
 
 def default_params(defaults: Mapping[str, Any]) -> pb.SamplingParams:
     """Return a model's generation defaults as the message that GetModelInfo shows."""
-    return pb.SamplingParams(**dict(defaults))
+    values = dict(defaults)
+    if words := values.get("bad_words_ids"):
+        values["bad_words_ids"] = [pb.TokenIds(ids=word) for word in words]
+    return pb.SamplingParams(**values)
 
 
 async def kv_batches(batches: AsyncGenerator[Numbered, None], epoch: int) -> AsyncGenerator[pb.KvEventBatch, None]:

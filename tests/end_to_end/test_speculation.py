@@ -59,6 +59,7 @@ HOW: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 1.5, "seed": 7},
     "penalized": {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.4, "top_k": 20},
+    "ruled": {"temperature": 0.7, "seed": 5, "no_repeat_ngram_size": 2, "bad_words_ids": ((8, 9), (31, 32), (40,))},
     "penalized greedy": {"temperature": 0, "presence_penalty": 1.5, "logit_bias": {9: 2.0}},
 }
 OTHERS: dict[str, dict[str, Any]] = {
@@ -67,6 +68,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "minimum": {"min_tokens": 6},
     "stop id": {"stop_token_ids": tuple(range(0, 96, 7))},
     "two": {"n": 2},
+    "no trigram": {"no_repeat_ngram_size": 3},
 }
 SCHEMES: dict[str, Any] = {"float32": None, "int8": "int8", "int4": "int4"}
 
@@ -368,6 +370,8 @@ def test_drafts_of_another_model_change_no_answer(
     tiny_artifact: Path, other: Path, plain: LLM, options: dict[str, Any]
 ) -> None:
     asked = [Asked(prompt, form, how) for prompt in PROMPTS for form in FORMS for how in HOW]
+    # Rules may leave nothing to choose of a form, and then the request fails.
+    asked = [each for each in asked if each.how != "ruled" or each.form == "free"]
     prompts, params = [list(PROMPTS[each.prompt]) for each in asked], [each.params for each in asked]
     expected = [one.outputs[0].token_ids for one in plain.generate(prompts, params)]
     with LLM(tiny_artifact, **{"num_threads": 1, "speculate": f"draft:{other}", **options}) as llm:

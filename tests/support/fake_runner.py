@@ -17,6 +17,7 @@ import numpy as np
 from fake_drafts import AnyDrafts, ScriptedDrafter
 from fake_mover import FakeMover
 from numpy.typing import NDArray
+from rules_by_hand import banned_behind
 
 from inferc.kv_groups import CacheGroup, EvictedCacheGroup
 from inferc.runtime.engine.engine import Engine, ModelLimits
@@ -31,7 +32,7 @@ FULL = CacheGroup(8)
 
 def next_id(context: list[int], seed: int = 0, counter: int = 0, banned: frozenset[int] = frozenset()) -> int:
     token = zlib.crc32(np.array([*context, seed % 2**63, counter], np.int64).tobytes()) % VOCAB_SIZE
-    while token in banned:
+    while token in banned and len(banned) < VOCAB_SIZE:
         token = (token + 1) % VOCAB_SIZE
     return token
 
@@ -118,6 +119,7 @@ def oracle(
             return output, "error"
         sampled = (0, 0) if params.greedy else (params.seed if seed is None else seed, len(output))
         banned = frozenset(params.banned_token_ids) | (stops if len(output) < params.min_tokens else frozenset())
+        banned |= banned_behind(ids, params)
         output.append(next_id(seen_of(ids, len(ids) - 1, group, size), sampled[0] or 0, sampled[1], banned))
         ids.append(output[-1])
         if output[-1] in stops:
@@ -302,7 +304,8 @@ def go_on(seq: Seq, known: list[int], count: int) -> list[int]:
         num_output = len(ids) - seq.prompt_len
         sampled = (0, 0) if seq.params.greedy else (seq.seed, num_output)
         early = seq.stop_ids if num_output < seq.params.min_tokens else frozenset()
-        ids.append(next_id(ids, *sampled, frozenset(seq.params.banned_token_ids) | early))
+        banned = frozenset(seq.params.banned_token_ids) | early | banned_behind(ids, seq.params)
+        ids.append(next_id(ids, *sampled, banned))
     return ids[len(known) :]
 
 

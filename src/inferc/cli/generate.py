@@ -128,6 +128,18 @@ def generate(
         list[str] | None,
         typer.Option("--stop", metavar="TEXT", help="Stop generating when this text appears; may be repeated."),
     ] = None,
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option("--bad-words", metavar="TEXT", help="Never write this text; may be repeated."),
+    ] = None,
+    no_repeat_ngram_size: Annotated[
+        int | None,
+        typer.Option(
+            "--no-repeat-ngram-size",
+            metavar="N",
+            help="Never write N tokens in an order in which they came before, in the prompt or the answer; 0 is off.",
+        ),
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue after the model's end-of-sequence token.")
     ] = False,
@@ -173,6 +185,7 @@ def generate(
 
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     asked.update(min_p=min_p, repetition_penalty=repetition_penalty)
+    asked.update(bad_words=bad_words or None, no_repeat_ngram_size=no_repeat_ngram_size)
     asked.update(stop=tuple(stop) if stop else None, ignore_eos=ignore_eos, tap=bool(tap), structured_outputs=form)
     texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
     with LLM(

@@ -224,6 +224,8 @@ def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
         names = [field.name for field in pb.StructuredOutputs.DESCRIPTOR.fields]
         said["structured_outputs"] = {name: value for name in names if (value := getattr(form, name)) is not None}
     try:
+        if (words := said.get("bad_words_ids")) is not None:
+            said["bad_words_ids"] = [pb.TokenIds(ids=word) for word in words]
         return pb.SamplingParams(**said)
     except (TypeError, ValueError) as error:
         raise RequestError(f"sampling: {error}") from None

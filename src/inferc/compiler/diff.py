@@ -199,6 +199,9 @@ def _is_greedy(params: SamplingParams) -> bool:
         "logit_bias",
         "allowed_token_ids",
         "banned_token_ids",
+        "bad_words",
+        "bad_words_ids",
+        "no_repeat_ngram_size",
         "min_tokens",
     )
     return params.greedy and all(getattr(params, name) == getattr(plain, name) for name in names)

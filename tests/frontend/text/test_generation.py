@@ -186,6 +186,9 @@ FOLLOWED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"suppress_tokens": [7, 5, 7]}, {"banned_token_ids": (5, 7)}),
     ({"bad_words_ids": [[9], [2], [5]], "suppress_tokens": [5]}, {"banned_token_ids": (5, 9)}),
     ({"suppress_tokens": [2]}, {"banned_token_ids": (2,)}),
+    ({"bad_words_ids": [[9], [5, 6], [2], [2, 3]]}, {"banned_token_ids": (9,), "bad_words_ids": ((5, 6), (2, 3))}),
+    ({"bad_words_ids": []}, {}),
+    ({"no_repeat_ngram_size": 3}, {"no_repeat_ngram_size": 3}),
     (
         {"do_sample": False, "top_k": 5, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.3, "max_new_tokens": 7},
         {"temperature": 0.0, "repetition_penalty": 1.3, "max_tokens": 7},
@@ -203,7 +206,6 @@ def test_fields_that_are_followed(
 
 # A value of each field that is not followed which asks for something; all others ask for nothing.
 ASKING: dict[str, Any] = {
-    "bad_words_ids": [[5, 6]],
     "begin_suppress_tokens": [220],
     "constraints": [{"type": "phrasal"}],
     "diversity_penalty": 0.5,
@@ -220,7 +222,6 @@ ASKING: dict[str, Any] = {
     "max_length": 100,
     "max_time": 3.0,
     "min_length": 5,
-    "no_repeat_ngram_size": 3,
     "num_beam_groups": 2,
     "num_beams": 4,
     "num_return_sequences": 2,
@@ -255,7 +256,7 @@ def test_each_field_of_transformers_is_one_of_three() -> None:
     assert sum(map(len, kinds)) == len(set.union(*kinds))
     assert ASKING.keys() == generation.NOT_FOLLOWED.keys()
     exercised = {name for values, _ in FOLLOWED for name in values} | {"bos_token_id", "eos_token_id", "pad_token_id"}
-    assert exercised - {"bad_words_ids"} == generation.FOLLOWED.keys()
+    assert exercised == generation.FOLLOWED.keys()
 
 
 def test_what_transformers_writes_by_itself_asks_for_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -295,6 +296,9 @@ def test_lengths_with_the_prompt(
 def test_ids_that_can_never_be_chosen_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert params(tmp_path, {"suppress_tokens": [-1, 5, 9999]}).banned_token_ids == (5,)
     assert "2 ids of suppress_tokens left out: the model has 320 ids" in caplog.text
+    words = params(tmp_path, {"bad_words_ids": [[5, 9999], [5, 6], [-1]]})
+    assert (words.bad_words_ids, words.banned_token_ids) == (((5, 6),), ())
+    assert "2 words of bad_words_ids left out: the model has 320 ids" in caplog.text
 
 
 def test_without_a_generation_config_the_models_config_is_read(folder: Path) -> None:

@@ -64,6 +64,10 @@ def arrivals(draw: st.DrawFn, max_prompt_len: int) -> Arrival:
         ignore_eos=draw(st.booleans()),
         stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6))),
         banned_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3))),
+        bad_words_ids=tuple(
+            draw(st.lists(st.lists(st.sampled_from([3, 4, 5]), min_size=1, max_size=3).map(tuple), max_size=3))
+        ),
+        no_repeat_ngram_size=draw(st.sampled_from([0, 0, 0, 1, 2, 3])),
         presence_penalty=draw(st.sampled_from([0.0, 0.5])),
         logprobs=draw(st.sampled_from([None, 0, 2])),
         priority=draw(st.integers(-1, 2)),

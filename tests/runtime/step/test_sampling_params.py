@@ -40,6 +40,19 @@ from inferc.runtime.step.sampling_params import SamplingParams, changed, from_ch
         ({"logit_bias": {5: 101}}, r"logit_bias\[5\] is 101"),
         ({"logit_bias": [1]}, "logit_bias: expected a map"),
         ({"ignore_eos": "yes"}, 'ignore_eos: expected true or false, found "yes"'),
+        ({"no_repeat_ngram_size": -1}, r"no_repeat_ngram_size is -1; expected at least 0 \(use 0 to turn it off\)"),
+        ({"bad_words": "no"}, 'bad_words: expected a list, found "no"'),
+        ({"bad_words": ["no", " "]}, 'bad_words: expected texts that are more than spaces, found " "'),
+        ({"bad_words": [5]}, "bad_words: expected texts that are more than spaces, found 5"),
+        ({"bad_words": ["\ud800"]}, "bad_words: it is not text"),
+        ({"bad_words": ["a"] * 1025}, "bad_words: found 1025 texts, at most 1024 are allowed"),
+        ({"bad_words": ["a" * 16_385]}, "bad_words: the texts have 16385 characters together, at most 16384"),
+        ({"bad_words_ids": [[5], 6]}, "bad_words_ids: expected lists of token ids, found 6 among them"),
+        ({"bad_words_ids": [[5], []]}, r"bad_words_ids: expected lists of token ids, found \[\] among them"),
+        ({"bad_words_ids": [[5, -1]]}, "bad_words_ids is -1; expected at least 0"),
+        ({"bad_words_ids": [[5, "6"]]}, 'bad_words_ids: expected an integer, found "6"'),
+        ({"bad_words_ids": [[5]] * 4097}, "bad_words_ids: found 4097 words, at most 4096 are allowed"),
+        ({"bad_words_ids": [[5] * 65_537]}, "bad_words_ids: the words have 65537 tokens together, at most 65536"),
         ({"stop_token_ids": [5] * 2**19}, "stop_token_ids: found 524288 entries, at most 262144 are allowed"),
     ],
 )
@@ -71,6 +84,7 @@ INTEGERS = (
     "stop_token_ids",
     "allowed_token_ids",
     "banned_token_ids",
+    "no_repeat_ngram_size",
 )
 
 
@@ -166,6 +180,8 @@ def test_a_request_goes_over_the_models_defaults() -> None:
         ({"stop_strings": [""]}, {}, "not followed in stop_strings: stop: expected strings that are not empty"),
         ({"suppress_tokens": [-1]}, {}, "not followed in suppress_tokens and bad_words_ids: banned_token_ids is -1"),
         ({"suppress_tokens": "x", "bad_words_ids": [5, []]}, {}, 'banned_token_ids: expected an integer, found "x"'),
+        ({"bad_words_ids": [[5, -6]]}, {}, "not followed in bad_words_ids: bad_words_ids is -6"),
+        ({"no_repeat_ngram_size": -3}, {}, "not followed in no_repeat_ngram_size: no_repeat_ngram_size is -3"),
         (
             {"min_new_tokens": 9, "max_new_tokens": 4},
             {"min_tokens": 4, "max_tokens": 4},

@@ -1,0 +1,138 @@
+"""Bad words and n-grams that may not come again: as in transformers, and the same on every interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from command_line import run_inferc
+from http_calls import request
+
+from inferc import LLM, SamplingParams
+from inferc.client import Client
+from inferc.errors import GenerationError, RequestError
+from inferc.runtime.engine.load import load_engine
+
+PROMPT = "def add(first"
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_artifact: Path) -> Iterator[LLM]:
+    with LLM(tiny_artifact, max_num_seqs=8, num_threads=1) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> list[int]:
+    return ids(llm)
+
+
+def ids(llm: LLM, **rules: Any) -> list[int]:
+    """Return the answer to the prompt under these rules."""
+    return llm.generate(PROMPT, SamplingParams(**GREEDY, **rules))[0].outputs[0].token_ids
+
+
+def has(found: list[int], word: tuple[int, ...]) -> bool:
+    return any(tuple(found[at : at + len(word)]) == word for at in range(len(found)))
+
+
+def test_answers_are_those_of_transformers(llm: LLM, plain: list[int], tiny_llama_folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama_folder, dtype=torch.float32).eval()
+    inputs = torch.tensor([llm.text.encode(PROMPT)])
+    words = (tuple(plain[:2]), tuple(plain[4:7]), tuple(plain[9:10]))
+    found = {}
+    cases: dict[str, dict[str, Any]] = {
+        "words": {"bad_words_ids": words},
+        "pairs": {"no_repeat_ngram_size": 2},
+        "none twice": {"no_repeat_ngram_size": 1},
+        "both": {"bad_words_ids": words, "no_repeat_ngram_size": 3},
+    }
+    for name, rules in cases.items():
+        theirs: dict[str, Any] = {
+            key: list(map(list, words)) if key == "bad_words_ids" else rules[key] for key in rules
+        }
+        out = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            pad_token_id=0,
+            eos_token_id=[],
+            max_new_tokens=24,
+            do_sample=False,
+            **theirs,
+        )
+        found[name] = ids(llm, **rules)
+        assert found[name] == out[0, inputs.shape[1] :].tolist(), name
+    assert not any(has(found["words"], word) for word in words) and all(has(plain, word) for word in words)
+    assert len(set(found["none twice"])) == 24
+    again = {prefix: 0 for prefix in zip(found["pairs"], found["pairs"][1:], strict=False)}
+    assert len(again) == 23, "a pair came twice"
+
+
+def test_a_word_may_begin_in_the_prompt(llm: LLM, plain: list[int]) -> None:
+    *_, last = llm.text.encode(PROMPT)
+    assert ids(llm, bad_words_ids=((last, plain[0]),))[0] != plain[0]
+
+
+def test_every_interface_takes_texts(
+    llm: LLM, plain: list[int], url: str, served: str, tiny_artifact: Path, tmp_path: Path
+) -> None:
+    """The engine gets a text's ids in each spelling, whatever the text came by."""
+    text = llm.text.decode(plain[:12])
+    word = next(text[at : at + 3] for at in range(3, 9) if text[at : at + 3].strip() == text[at : at + 3])
+    rules: dict[str, Any] = {"bad_words": [word], "no_repeat_ngram_size": 4}
+    expected = llm.generate(PROMPT, SamplingParams(**GREEDY, **rules))[0].outputs[0].text
+    body = {"prompt": PROMPT, **GREEDY, **rules}
+    assert request(url, "/v1/completions", body).json["choices"][0]["text"] == expected
+    with Client(served) as client:
+        assert client.complete(PROMPT, **GREEDY, **rules)[0].text == expected
+        with pytest.raises(RequestError, match="bad_words: expected texts that are more than spaces"):
+            client.complete(PROMPT, bad_words=[" "])
+    options = ["--temperature", "0", "--max-tokens", "24", "--ignore-eos", "--bad-words", word]
+    options += ["--no-repeat-ngram-size", "4", "--json"]
+    done = run_inferc("generate", tiny_artifact, "--prompt", PROMPT, *options)
+    assert json.loads(done.stdout)["outputs"][0]["text"] == expected, done.stderr
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    for engine in (str(tiny_artifact), served):
+        out = tmp_path / f"{len(engine)}.jsonl"
+        done = run_inferc("batch", tmp_path / "in.jsonl", "-o", out, "--engine", engine)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(out.read_text())["response"]["body"]["choices"][0]["text"] == expected
+
+
+def test_words_as_ids_go_over_the_wire(llm: LLM, plain: list[int], url: str, served: str) -> None:
+    words = [plain[:2], plain[3:4]]
+    expected = ids(llm, bad_words_ids=words)
+    body = {"prompt": PROMPT, **GREEDY, "bad_words_ids": words, "return_token_ids": True}
+    assert request(url, "/v1/completions", body).json["choices"][0]["token_ids"] == expected
+    with Client(served) as client:
+        assert list(client.complete(PROMPT, **GREEDY, bad_words_ids=words)[0].token_ids) == expected
+    reply = request(url, "/v1/completions", {**body, "bad_words_ids": [5]})
+    assert (reply.status, reply.error["param"]) == (400, "bad_words_ids")
+
+
+def test_what_leaves_nothing_to_choose(llm: LLM) -> None:
+    size = llm.text.tokenizer.get_vocab_size()
+    with pytest.raises(RequestError, match="nothing is left to choose"):
+        ids(llm, bad_words_ids=tuple((token,) for token in range(size)))
+    form = {"regex": "aaaaaaaa"}
+    with pytest.raises(GenerationError, match="leave nothing to choose"):
+        llm.generate(PROMPT, SamplingParams(max_tokens=9, structured_outputs=form, no_repeat_ngram_size=1))  # type: ignore[arg-type]
+    assert llm.stats().num_running == 0
+
+
+def test_an_engine_takes_ids_alone(tiny_artifact: Path) -> None:
+    engine = load_engine(tiny_artifact, max_num_seqs=1, num_threads=1)
+    try:
+        with pytest.raises(RequestError, match="bad_words need a tokenizer, .*; give bad_words_ids instead"):
+            engine.add_request("a", [5], SamplingParams(bad_words=("x",)))
+        with pytest.raises(RequestError, match="bad_words_ids: token id 100000 is outside of the vocabulary"):
+            engine.add_request("a", [5], SamplingParams(bad_words_ids=((5, 100_000),)))
+    finally:
+        engine.close()
