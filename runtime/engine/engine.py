@@ -137,8 +137,12 @@ class Engine:
         self._check_ids("allowed_token_ids", params.allowed_token_ids)
         self._check_ids("banned_token_ids", params.banned_token_ids)
         self._check_ids("bad_words_ids", list(chain.from_iterable(params.bad_words_ids)))
-        if params.bad_words:
-            raise RequestError("bad_words need a tokenizer, which turns them into tokens; give bad_words_ids instead")
+        self._check_ids("dry_breaker_ids", params.dry_breaker_ids)
+        if params.has_texts:
+            raise RequestError(
+                "bad_words and dry_sequence_breakers need a tokenizer, which turns them into tokens; leave them empty,"
+                " and give bad_words_ids or dry_breaker_ids instead"
+            )
         # The last token's K and V are never read, so a sequence may have one token more than the cache holds.
         longest = min(self.model.max_model_len, self.scheduler.cache.max_tokens + 1)
         wanted = self.model.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens

@@ -13,7 +13,7 @@ from inferc.runtime.engine.scoring import Score
 from inferc.runtime.engine.token_logprobs import TokenLogprobs
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
-from inferc.runtime.text.bad_words import with_words
+from inferc.runtime.text.spelled import spelled
 from inferc.runtime.text.text_stream import TextStream
 from inferc.runtime.text.tokenizer import Text
 from inferc.runtime.tools.call_reader import Call
@@ -134,7 +134,7 @@ class OpenRequest:
             params = replace(params, cache_salt=prompt.cache_salt)
         params = copy.copy(params)  # they may be changed while the request runs
         if text is not None:
-            params = with_words(text, params)
+            params = spelled(text, params)
         ids = prompt_ids(text, prompt)
         outputs = [CompletionOutput(index, stop_token_ids=params.stop_token_ids) for index in range(params.n)]
         answer = RequestOutput(prompt.text, ids, outputs)

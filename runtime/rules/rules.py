@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from inferc.runtime.rules.bad_words import BadWords
+from inferc.runtime.rules.dry import NONE, Dry, Penalties
 from inferc.runtime.rules.repeats import repeated
 from inferc.runtime.step.plan import I32
 from inferc.runtime.step.sampling_params import SamplingParams
@@ -17,6 +18,15 @@ class Rules:
         words = [word for word in params.bad_words_ids if len(word) > 1]
         self._bad_words = BadWords(words) if words else None
         self._ngram_size = params.no_repeat_ngram_size
+        self._dry: Dry | None = None
+        if params.dry_multiplier:
+            self._dry = Dry(
+                params.dry_multiplier,
+                params.dry_base,
+                params.dry_allowed_length,
+                params.dry_penalty_last_n,
+                frozenset(params.dry_breaker_ids),
+            )
 
     @staticmethod
     def of(params: SamplingParams) -> Rules | None:
@@ -29,3 +39,7 @@ class Rules:
         if self._ngram_size:
             found.append(repeated(token_ids, self._ngram_size))
         return np.concatenate(found) if found else np.zeros(0, np.int32)
+
+    def penalties(self, token_ids: I32) -> Penalties:
+        """Return what the logits of some ids lose behind the tokens of a sequence, its prompt included."""
+        return NONE if self._dry is None else self._dry.penalties(token_ids)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferc.runtime.kv_cache.manager import KVCacheManager
+from inferc.runtime.rules.dry import Penalties
 from inferc.runtime.rules.rules import Rules
 from inferc.runtime.scheduler.waiting_queue import key_of
 from inferc.runtime.step.cost import StepWork
@@ -451,12 +452,16 @@ class Batch:
         """Add to the rows what the rules of their sequences say, given the tokens before each of them."""
         places = shape.places.tolist() or [0] * len(slots)
         banned: dict[int, I32] = {}
+        penalties: dict[int, Penalties] = {}
         for row, (slot, place) in enumerate(zip(slots.tolist(), places, strict=True)):
             if (rules := self._rules.get(slot)) is not None:
                 length = int(self.num_tokens[slot])
                 assert length == self.num_known[slot], "a step in flight samples what a rule depends on"
-                banned[row] = rules.banned(self.tokens[slot, : length + place])
+                before = self.tokens[slot, : length + place]
+                banned[row], penalties[row] = rules.banned(before), rules.penalties(before)
         rows.banned = rows.banned.with_more(len(slots), banned)
+        added = {row: (each.token_ids, each.values) for row, each in penalties.items() if len(each.token_ids)}
+        rows.logit_bias = rows.logit_bias.with_added(len(slots), added)
 
     def _gather(self, slots: I64) -> SampleRows:
         bias = allowed = banned = TokenLists()

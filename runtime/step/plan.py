@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,9 +47,31 @@ class TokenLists:
         """Return these lists of `num_rows` rows, which have no values, with more ids in some of the rows."""
         if not any(map(len, more.values())):
             return self
-        bounds = self.starts if len(self.starts) else np.zeros(num_rows + 1, np.int32)
-        own = [self.token_ids[bounds[row] : bounds[row + 1]] for row in range(num_rows)]
+        own = [self.token_ids[each] for each in self._rows(num_rows)]
         return TokenLists.of([np.concatenate((ids, more[row])) if row in more else ids for row, ids in enumerate(own)])
+
+    def with_added(self, num_rows: int, added: Mapping[int, tuple[I32, F32]]) -> TokenLists:
+        """Return these lists of `num_rows` rows, which have values, with ids and values added to those of some rows.
+
+        Values of the same id are summed, for a row has an id once.
+        """
+        if not added:
+            return self
+        of_rows, values = [], []
+        for row, each in enumerate(self._rows(num_rows)):
+            ids, own = self.token_ids[each], self.values[each]
+            if row in added:
+                more, theirs = added[row]
+                ids, index = np.unique(np.concatenate((ids, more)), return_inverse=True)
+                own = np.bincount(index, np.concatenate((own, theirs)), len(ids)).astype(np.float32)
+            of_rows.append(ids)
+            values.append(own)
+        return TokenLists.of(of_rows, values)
+
+    def _rows(self, num_rows: int) -> list[slice]:
+        if not len(self.starts):
+            return [slice(0, 0)] * num_rows
+        return [slice(*bounds) for bounds in pairwise(self.starts.tolist())]
 
 
 ROW_DTYPES: dict[str, type[np.generic]] = {

@@ -26,7 +26,11 @@ MAX_BAD_WORD_CHARACTERS = 16_384  # of all bad words of a request
 MAX_BAD_WORDS_IDS = 4096  # a text is three spellings
 MAX_BAD_WORD_TOKENS = 65_536  # of all bad words of a request that are given as ids
 MAX_NGRAM = 1 << 20
-LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "bad_words", "bad_words_ids")
+DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
+MAX_BREAKERS = 64
+MAX_BREAKER_CHARACTERS = 4096  # of all breakers of a request
+TOKENS = ("stop_token_ids", "allowed_token_ids", "banned_token_ids", "bad_words_ids", "dry_breaker_ids")
+LISTS = ("stop", "bad_words", "dry_sequence_breakers", *TOKENS)
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "tap")
 MAX_NAME = 256
 MAX_UNKNOWN = 8  # unknown parameters that a message names
@@ -49,7 +53,8 @@ class SamplingParams:
 
     Of a word of `bad_words`, however it is spelled in tokens, the last token is never chosen where the ones before it
     stand, be it in the prompt; `bad_words_ids` are words as lists of token ids. With `no_repeat_ngram_size` n no n
-    tokens come again in the same order that came before, in the prompt or the output.
+    tokens come again in the same order that came before, in the prompt or the output. With `dry_multiplier` a token
+    that would go on with a repetition becomes less likely (runtime/rules/dry.py); `dry_breaker_ids` are breakers.
 
     `structured_outputs` holds the answer to a form (a JSON Schema, a regular expression, …), where it then ends; a map
     of its fields may be given.
@@ -90,6 +95,12 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     no_repeat_ngram_size: int = 0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
+    dry_breaker_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     cache_priority: int = 0
     priority: int = 0
@@ -120,12 +131,18 @@ class SamplingParams:
     def num_listed(self) -> int:
         """The number of entries in the lists of token ids: the memory that a request needs beyond its prompt."""
         lists = (self.stop_token_ids, self.allowed_token_ids, self.banned_token_ids, self.logit_bias)
-        return sum(map(len, (*lists, *self.bad_words_ids)))
+        return sum(map(len, (*lists, *self.bad_words_ids, self.dry_breaker_ids)))
 
     @property
     def has_rules(self) -> bool:
         """True if what may be chosen depends on the tokens before it."""
-        return bool(self.no_repeat_ngram_size) or any(len(word) > 1 for word in self.bad_words_ids)
+        has_dry = bool(self.dry_multiplier and self.dry_penalty_last_n)
+        return has_dry or bool(self.no_repeat_ngram_size) or any(len(word) > 1 for word in self.bad_words_ids)
+
+    @property
+    def has_texts(self) -> bool:
+        """True if what may be chosen depends on texts that are not given as tokens."""
+        return bool(self.bad_words or (self.dry_multiplier and self.dry_sequence_breakers))
 
     @property
     def never_chosen(self) -> tuple[int, ...]:
@@ -184,7 +201,27 @@ class SamplingParams:
             )
         for word in self.bad_words_ids:
             check_ids("bad_words_ids", word)
+        self._check_dry()
         object.__setattr__(self, "bad_words_ids", tuple(map(tuple, self.bad_words_ids)))
+
+    def _check_dry(self) -> None:
+        check_number("dry_multiplier", self.dry_multiplier, 0.0, 100.0, "use 0 to turn it off")
+        check_number("dry_base", self.dry_base, 1.0, 100.0)
+        check_integer("dry_allowed_length", self.dry_allowed_length, 0, 50)
+        check_integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, 2**31 - 1, "use -1 for all tokens")
+        if len(self.dry_sequence_breakers) > MAX_BREAKERS:
+            count = len(self.dry_sequence_breakers)
+            raise RequestError(f"dry_sequence_breakers: found {count} texts, at most {MAX_BREAKERS} are allowed")
+        for text in self.dry_sequence_breakers:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"dry_sequence_breakers: expected texts that are not empty, found {shown(text)}")
+            check_text("dry_sequence_breakers", text)
+        if (count := sum(map(len, self.dry_sequence_breakers))) > MAX_BREAKER_CHARACTERS:
+            raise RequestError(
+                f"dry_sequence_breakers: the texts have {count} characters together, at most {MAX_BREAKER_CHARACTERS}"
+                " are allowed"
+            )
+        check_ids("dry_breaker_ids", self.dry_breaker_ids)
 
     def _check_for_scheduler(self) -> None:
         for name in ("cache_salt", "client"):

@@ -64,8 +64,8 @@ class Answering:
         check_prompt_entries(self.request, self._top, num_tokens, sum(map(len, texts)))
         self._prompts = await gather_some(self._prompt_json, list(zip(texts, ids, strict=True)), TEXTS_AT_ONCE)
         if self.request.generates:
-            if self.params.bad_words:
-                self.params = await self.model.with_words(self.params)
+            if self.params.has_texts:
+                self.params = await self.model.spelled(self.params)
             self._begin_reasoning(ids)
             marks = None if self._apart is None else self._apart.marks
             at_once = max(1, min(OPENED_AT_ONCE, MANY_LISTED // max(1, self.params.num_listed)))

@@ -89,8 +89,8 @@ class InferenceService:
         calls = None if form is None else Calls(form)
         model.check_open(params)  # before the work on the prompt
         prompt = await self._prompt(model, request, chat)
-        if params.bad_words:
-            params = await model.with_words(params)
+        if params.has_texts:
+            params = await model.spelled(params)
         rows: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):
             name = protocol.request_id(request)

@@ -332,7 +332,7 @@ async def _deltas(work: _CheckedRequest, prompt: str | list[int]) -> AsyncGenera
         model.check_length(len(prompt))
     ids = await model.encode(prompt) if isinstance(prompt, str) else prompt
     count, text = 0, _echoed(work, prompt)
-    params = await model.with_words(work.params) if work.params.bad_words else work.params
+    params = await model.spelled(work.params) if work.params.has_texts else work.params
     with closing(model.open(ids, params)) as stream:
         async for delta in stream:
             count += len(delta.token_ids)

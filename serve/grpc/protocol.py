@@ -43,6 +43,8 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
         elif field.name == "bad_words_ids":
             check_num_items(field.name, sum(max(1, len(word.ids)) for word in value))
             values[field.name] = tuple(tuple(word.ids) for word in value)
+        elif field.name == "dry_sequence_breakers":
+            values[field.name] = tuple(value.texts)
         elif field.name != "unlimited":
             if not isinstance(value, (bool, int, float, str)):
                 check_num_items(field.name, len(value))  # before the items are copied one by one

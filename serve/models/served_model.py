@@ -23,8 +23,8 @@ from inferc.runtime.engine.process import EngineProcess
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.step.prompt_limits import check_length
 from inferc.runtime.step.sampling_params import SamplingParams
-from inferc.runtime.text.bad_words import with_words
 from inferc.runtime.text.control_tokens import InText
+from inferc.runtime.text.spelled import spelled
 from inferc.runtime.text.tokenizer import Text
 from inferc.serve.errors import RateLimited
 from inferc.serve.kv_events.log import KvEventLog
@@ -230,9 +230,9 @@ class ServedModel:
         encode, limit = self.engine.text.encode, self.engine.facts.max_model_len
         return await in_text_thread(lambda: [encode(text, add_special_tokens, limit) for text in texts])
 
-    async def with_words(self, params: SamplingParams) -> SamplingParams:
-        """Return a request's parameters with its bad words as token ids; raises RequestError for a word without any."""
-        return await in_text_thread(partial(with_words, self.engine.text, params))
+    async def spelled(self, params: SamplingParams) -> SamplingParams:
+        """Return a request's parameters with token ids instead of texts; raises RequestError for a text without any."""
+        return await in_text_thread(partial(spelled, self.engine.text, params))
 
     def check_open(self, params: SamplingParams, num_prompts: int = 1) -> None:
         """Call AsyncEngine.check_open for one request per prompt, within the time that the caller has left."""

@@ -106,6 +106,23 @@ def test_every_interface_takes_texts(
         assert json.loads(out.read_text())["response"]["body"]["choices"][0]["text"] == expected
 
 
+def test_dry_is_the_same_on_every_interface(llm: LLM, url: str, served: str) -> None:
+    """An answer that repeats itself becomes another, and yet another with other breakers, as texts or as ids."""
+    pushed = {"logit_bias": {40: 30.0, 41: 29.0, 42: 28.0}}  # so that the same few tokens come again and again
+    rules: dict[str, Any] = {"dry_multiplier": 2, "dry_base": 3, "dry_allowed_length": 1, "dry_penalty_last_n": 40}
+    asked: dict[str, Any] = {**rules, "dry_sequence_breakers": [llm.text.decode([41])]}
+    found = [ids(llm, **pushed), ids(llm, **pushed, **rules), ids(llm, **pushed, **asked)]
+    assert len(set(map(tuple, found))) == 3
+    breaker = llm.text.ids_of("a" + llm.text.decode([41]))[-1]
+    as_ids = {**rules, "dry_sequence_breakers": [], "dry_breaker_ids": [breaker]}
+    assert ids(llm, **pushed, **as_ids) == found[2]
+    body = {"prompt": PROMPT, **GREEDY, "logit_bias": {"40": 30.0, "41": 29.0, "42": 28.0}, "return_token_ids": True}
+    with Client(served) as client:
+        for given, expected in ((rules, found[1]), (asked, found[2]), (as_ids, found[2])):
+            assert request(url, "/v1/completions", {**body, **given}).json["choices"][0]["token_ids"] == expected
+            assert list(client.complete(PROMPT, **GREEDY, **pushed, **given)[0].token_ids) == expected
+
+
 def test_words_as_ids_go_over_the_wire(llm: LLM, plain: list[int], url: str, served: str) -> None:
     words = [plain[:2], plain[3:4]]
     expected = ids(llm, bad_words_ids=words)
@@ -130,7 +147,7 @@ def test_what_leaves_nothing_to_choose(llm: LLM) -> None:
 def test_an_engine_takes_ids_alone(tiny_artifact: Path) -> None:
     engine = load_engine(tiny_artifact, max_num_seqs=1, num_threads=1)
     try:
-        with pytest.raises(RequestError, match="bad_words need a tokenizer, .*; give bad_words_ids instead"):
+        with pytest.raises(RequestError, match="bad_words and dry_sequence_breakers need a tokenizer"):
             engine.add_request("a", [5], SamplingParams(bad_words=("x",)))
         with pytest.raises(RequestError, match="bad_words_ids: token id 100000 is outside of the vocabulary"):
             engine.add_request("a", [5], SamplingParams(bad_words_ids=((5, 100_000),)))

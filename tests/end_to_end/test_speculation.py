@@ -69,6 +69,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stop id": {"stop_token_ids": tuple(range(0, 96, 7))},
     "two": {"n": 2},
     "no trigram": {"no_repeat_ngram_size": 3},
+    "dry": {
+        "dry_multiplier": 0.8,
+        "dry_sequence_breakers": (),
+        "dry_breaker_ids": (9, 30),
+        "logit_bias": {40: 9.0, 41: 8.9, 42: 8.8},
+    },
 }
 SCHEMES: dict[str, Any] = {"float32": None, "int8": "int8", "int4": "int4"}
 

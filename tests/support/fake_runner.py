@@ -17,16 +17,17 @@ import numpy as np
 from fake_drafts import AnyDrafts, ScriptedDrafter
 from fake_mover import FakeMover
 from numpy.typing import NDArray
-from rules_by_hand import banned_behind
+from rules_by_hand import banned_behind, penalties_behind
 
 from inferc.kv_groups import CacheGroup, EvictedCacheGroup
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.scheduler.config import SchedulerConfig
-from inferc.runtime.step.plan import F32, I32, Logprobs, StepPlan, StepResult
+from inferc.runtime.step.plan import F32, I32, Logprobs, StepPlan, StepResult, TokenLists
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Sequence as Seq
 
 VOCAB_SIZE = 50
+MUCH = 5.0  # the loss of a logit at which a token is not chosen
 FULL = CacheGroup(8)
 
 
@@ -35,6 +36,11 @@ def next_id(context: list[int], seed: int = 0, counter: int = 0, banned: frozens
     while token in banned and len(banned) < VOCAB_SIZE:
         token = (token + 1) % VOCAB_SIZE
     return token
+
+
+def avoided_behind(ids: list[int], params: SamplingParams) -> frozenset[int]:
+    """Return the ids whose logits lose so much behind these that this model does not choose them."""
+    return frozenset(token for token, loss in penalties_behind(ids, params).items() if loss >= MUCH)
 
 
 def drawn_of(ids: list[int], position: int) -> int:
@@ -119,7 +125,7 @@ def oracle(
             return output, "error"
         sampled = (0, 0) if params.greedy else (params.seed if seed is None else seed, len(output))
         banned = frozenset(params.banned_token_ids) | (stops if len(output) < params.min_tokens else frozenset())
-        banned |= banned_behind(ids, params)
+        banned |= banned_behind(ids, params) | avoided_behind(ids, params)
         output.append(next_id(seen_of(ids, len(ids) - 1, group, size), sampled[0] or 0, sampled[1], banned))
         ids.append(output[-1])
         if output[-1] in stops:
@@ -162,12 +168,13 @@ class FakeRunner:
         rows = self._run(plan)
         sample, ids, logprobs = plan.sample, list[int](), list[Logprobs | None]()
         banned, allowed = _lists(sample.banned, len(sample)), _lists(sample.allowed, len(sample))
+        biases = _biases(sample.logit_bias, len(sample))
         inputs, counts = plan.token_ids[plan.logits_rows].tolist(), False
         for i, (context, slot) in enumerate(zip(rows, sample.seq_slots.tolist(), strict=True)):
             # A row behind a drafted token counts if that token is what the row before it chose.
             counts = not i or sample.seq_slots[i - 1] != slot or (counts and ids[-1] == inputs[i])
             seed, counter = (int(sample.seeds[i]), int(sample.counters[i])) if sample.temperature[i] else (0, 0)
-            forbidden = frozenset(banned[i])
+            forbidden = frozenset(banned[i]) | {token for token, bias in biases[i] if bias <= -MUCH}
             if allowed[i]:
                 forbidden |= frozenset(range(VOCAB_SIZE)) - frozenset(allowed[i])
             ids.append(next_id(context, seed, counter, forbidden))
@@ -304,7 +311,8 @@ def go_on(seq: Seq, known: list[int], count: int) -> list[int]:
         num_output = len(ids) - seq.prompt_len
         sampled = (0, 0) if seq.params.greedy else (seq.seed, num_output)
         early = seq.stop_ids if num_output < seq.params.min_tokens else frozenset()
-        banned = frozenset(seq.params.banned_token_ids) | early | banned_behind(ids, seq.params)
+        banned = frozenset(seq.params.banned_token_ids) | early
+        banned |= banned_behind(ids, seq.params) | avoided_behind(ids, seq.params)
         ids.append(next_id(ids, *sampled, banned))
     return ids[len(known) :]
 
@@ -315,6 +323,13 @@ def _lists(lists: object, count: int) -> list[list[int]]:
         return [[] for _ in range(count)]
     assert len(starts) == count + 1
     return [ids[starts[i] : starts[i + 1]] for i in range(count)]
+
+
+def _biases(lists: TokenLists, count: int) -> list[list[tuple[int, float]]]:
+    values = iter(lists.values.tolist())
+    found = [[(token, next(values)) for token in row] for row in _lists(lists, count)]
+    assert all(len(dict(row)) == len(row) for row in found), "a token has two biases"
+    return found
 
 
 def make_engine(

@@ -140,6 +140,14 @@ def generate(
             help="Never write N tokens in an order in which they came before, in the prompt or the answer; 0 is off.",
         ),
     ] = None,
+    dry_multiplier: Annotated[
+        float | None,
+        typer.Option(
+            "--dry-multiplier",
+            metavar="X",
+            help="Make tokens that go on with a repetition less likely (DRY); 0.8 is usual, 0 is off.",
+        ),
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue after the model's end-of-sequence token.")
     ] = False,
@@ -186,6 +194,7 @@ def generate(
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     asked.update(min_p=min_p, repetition_penalty=repetition_penalty)
     asked.update(bad_words=bad_words or None, no_repeat_ngram_size=no_repeat_ngram_size)
+    asked.update(dry_multiplier=dry_multiplier)
     asked.update(stop=tuple(stop) if stop else None, ignore_eos=ignore_eos, tap=bool(tap), structured_outputs=form)
     texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
     with LLM(

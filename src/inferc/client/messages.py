@@ -226,6 +226,8 @@ def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
     try:
         if (words := said.get("bad_words_ids")) is not None:
             said["bad_words_ids"] = [pb.TokenIds(ids=word) for word in words]
+        if (texts := said.get("dry_sequence_breakers")) is not None:
+            said["dry_sequence_breakers"] = pb.Texts(texts=texts)
         return pb.SamplingParams(**said)
     except (TypeError, ValueError) as error:
         raise RequestError(f"sampling: {error}") from None

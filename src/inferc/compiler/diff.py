@@ -202,6 +202,7 @@ def _is_greedy(params: SamplingParams) -> bool:
         "bad_words",
         "bad_words_ids",
         "no_repeat_ngram_size",
+        "dry_multiplier",
         "min_tokens",
     )
     return params.greedy and all(getattr(params, name) == getattr(plain, name) for name in names)

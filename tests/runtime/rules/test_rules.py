@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rules_by_hand import banned_behind
+from rules_by_hand import banned_behind, penalties_behind
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from inferc.runtime.rules.repeats import places_behind
 from inferc.runtime.rules.rules import Rules
-from inferc.runtime.step.plan import TokenLists
+from inferc.runtime.step.plan import F32, TokenLists
 from inferc.runtime.step.sampling_params import SamplingParams
 
 VOCAB_SIZE = 12
@@ -54,6 +54,53 @@ def test_repeated_ngrams_are_those_of_transformers(ids: list[int], size: int) ->
     scores = NoRepeatNGramLogitsProcessor(size)(torch.tensor([ids]), torch.zeros(1, VOCAB_SIZE))
     wanted = set(torch.isinf(scores[0]).nonzero().flatten().tolist())
     assert banned(ids, SamplingParams(no_repeat_ngram_size=size)) == wanted
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(few, max_size=90),
+    st.sampled_from([0.5, 0.8, 3.0]),
+    st.sampled_from([1.0, 1.75, 100.0]),
+    st.integers(0, 6),
+    st.sampled_from([-1, -1, 0, 1, 20, 1000]),
+    st.frozensets(st.integers(0, 4), max_size=2),
+)
+def test_dry_takes_what_its_definition_says(
+    ids: list[int], multiplier: float, base: float, allowed: int, last_n: int, breakers: frozenset[int]
+) -> None:
+    params = SamplingParams(
+        dry_multiplier=multiplier,
+        dry_base=base,
+        dry_allowed_length=allowed,
+        dry_penalty_last_n=last_n,
+        dry_breaker_ids=tuple(breakers),
+    )
+    assert params.has_rules == (last_n != 0)
+    found = Rules(params).penalties(np.array(ids, np.int32))
+    wanted = penalties_behind(ids, params)
+    assert found.token_ids.tolist() == sorted(wanted)
+    values = [min(1e30, wanted[token]) for token in sorted(wanted)]
+    assert found.values.dtype == np.float32 and -found.values == pytest.approx(values, rel=1e-5)
+
+
+def test_a_repetition_of_more_than_fifty_tokens_costs_as_one_of_fifty() -> None:
+    params = SamplingParams(dry_multiplier=1, dry_base=2, dry_allowed_length=2)
+    for count in (40, 50, 51, 300):
+        ids = np.arange(count + 1, dtype=np.int32)
+        found = Rules(params).penalties(np.concatenate([ids, ids[:count]]))
+        assert (found.token_ids.tolist(), -found.values[0]) == ([count], 2.0 ** (min(count, 50) - 2))
+
+
+def test_penalties_are_added_to_biases_of_the_same_token() -> None:
+    def floats(*values: float) -> F32:
+        return np.array(values, np.float32)
+
+    lists = TokenLists.of([np.array([7, 2], np.int32), np.zeros(0, np.int32)], [floats(1, 2), floats()])
+    added = {0: (np.array([2, 9], np.int32), floats(-3, -4)), 1: (np.array([5], np.int32), floats(-1))}
+    found = lists.with_added(2, added)
+    assert found.starts.tolist() == [0, 3, 4] and found.token_ids.tolist() == [2, 7, 9, 5]
+    assert found.values.tolist() == [-1.0, 1.0, -4.0, -1.0] and found.values.dtype == np.float32
+    assert lists.with_added(2, {}) is lists
 
 
 def test_long_texts_of_one_token_and_of_many() -> None:

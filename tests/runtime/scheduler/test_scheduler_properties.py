@@ -68,6 +68,11 @@ def arrivals(draw: st.DrawFn, max_prompt_len: int) -> Arrival:
             draw(st.lists(st.lists(st.sampled_from([3, 4, 5]), min_size=1, max_size=3).map(tuple), max_size=3))
         ),
         no_repeat_ngram_size=draw(st.sampled_from([0, 0, 0, 1, 2, 3])),
+        dry_multiplier=draw(st.sampled_from([0.0, 0.0, 4.0])),
+        dry_allowed_length=draw(st.integers(1, 3)),
+        dry_penalty_last_n=draw(st.sampled_from([-1, -1, 0, 1, 9])),
+        dry_sequence_breakers=(),
+        dry_breaker_ids=(4, 20),
         presence_penalty=draw(st.sampled_from([0.0, 0.5])),
         logprobs=draw(st.sampled_from([None, 0, 2])),
         priority=draw(st.integers(-1, 2)),

@@ -41,6 +41,15 @@ from inferc.runtime.step.sampling_params import SamplingParams, changed, from_ch
         ({"logit_bias": [1]}, "logit_bias: expected a map"),
         ({"ignore_eos": "yes"}, 'ignore_eos: expected true or false, found "yes"'),
         ({"no_repeat_ngram_size": -1}, r"no_repeat_ngram_size is -1; expected at least 0 \(use 0 to turn it off\)"),
+        ({"dry_multiplier": -1}, r"dry_multiplier is -1; expected a value in \[0.0, 100.0\] \(use 0 to turn it off\)"),
+        ({"dry_base": 0.5}, r"dry_base is 0.5; expected a value in \[1.0, 100.0\]"),
+        ({"dry_allowed_length": 51}, "dry_allowed_length is 51; expected at most 50"),
+        ({"dry_penalty_last_n": -2}, r"dry_penalty_last_n is -2; expected at least -1 \(use -1 for all tokens\)"),
+        ({"dry_sequence_breakers": "x"}, 'dry_sequence_breakers: expected a list, found "x"'),
+        ({"dry_sequence_breakers": ["x", ""]}, 'dry_sequence_breakers: expected texts that are not empty, found ""'),
+        ({"dry_sequence_breakers": ["x"] * 65}, "dry_sequence_breakers: found 65 texts, at most 64 are allowed"),
+        ({"dry_sequence_breakers": ["x" * 4097]}, "dry_sequence_breakers: the texts have 4097 characters together"),
+        ({"dry_breaker_ids": [-1]}, "dry_breaker_ids is -1"),
         ({"bad_words": "no"}, 'bad_words: expected a list, found "no"'),
         ({"bad_words": ["no", " "]}, 'bad_words: expected texts that are more than spaces, found " "'),
         ({"bad_words": [5]}, "bad_words: expected texts that are more than spaces, found 5"),
@@ -69,6 +78,8 @@ NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "dry_multiplier",
+    "dry_base",
     "ttft_ms",
     "tbt_ms",
 )
@@ -85,6 +96,9 @@ INTEGERS = (
     "allowed_token_ids",
     "banned_token_ids",
     "no_repeat_ngram_size",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_breaker_ids",
 )
 
 

@@ -40,7 +40,7 @@ def test_methods_are_those_of_the_proto() -> None:
 def test_scalars_of_sampling_params_know_unset_from_zero() -> None:
     for field in pb.SamplingParams.DESCRIPTOR.fields:
         is_list = field.name in ("stop", "stop_token_ids", "allowed_token_ids", "banned_token_ids", "logit_bias")
-        is_list |= field.name in ("bad_words", "bad_words_ids")
+        is_list |= field.name in ("bad_words", "bad_words_ids", "dry_breaker_ids")
         assert field.has_presence != is_list, field.name
 
 

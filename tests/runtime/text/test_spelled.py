@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inferc.errors import RequestError
 from inferc.runtime.step.sampling_params import SamplingParams
-from inferc.runtime.text.bad_words import with_words
+from inferc.runtime.text.spelled import spelled
 from inferc.runtime.text.tokenizer import Text
 
 
@@ -29,9 +29,9 @@ def text_of(folder: Path, pieces: list[str], prefix_space: str | None) -> Text:
     return Text(folder)
 
 
-def spelled(text: Text, *words: str) -> set[str]:
+def words_of(text: Text, *words: str) -> set[str]:
     """Return the spellings of words, each as its pieces with a bar between."""
-    params = with_words(text, SamplingParams(bad_words=words))
+    params = spelled(text, SamplingParams(bad_words=words))
     assert params.bad_words == ()
     name = text.tokenizer.id_to_token
     return {"|".join(name(token) or "" for token in ids) for ids in params.bad_words_ids}
@@ -39,23 +39,32 @@ def spelled(text: Text, *words: str) -> set[str]:
 
 def test_of_a_tokenizer_by_bytes(tmp_path: Path) -> None:
     text = text_of(tmp_path, ["a", "b", "c", "ab", "Ġ", "Ġab", "Ċ"], None)
-    assert spelled(text, "ab") == {"ab", "Ġab"} == spelled(text, "  ab")
-    assert spelled(text, "abc", "c") == {"ab|c", "Ġab|c", "c", "Ġ|c"}
-    assert spelled(text, "ab c") == {"ab|Ġ|c", "Ġab|Ġ|c"}
-    assert spelled(text, "\n") == {"Ċ", "Ġ|Ċ"}
+    assert words_of(text, "ab") == {"ab", "Ġab"} == words_of(text, "  ab")
+    assert words_of(text, "abc", "c") == {"ab|c", "Ġab|c", "c", "Ġ|c"}
+    assert words_of(text, "ab c") == {"ab|Ġ|c", "Ġab|Ġ|c"}
+    assert words_of(text, "\n") == {"Ċ", "Ġ|Ċ"}
 
 
 def test_of_a_tokenizer_that_puts_a_space_before_a_text(tmp_path: Path) -> None:
     text = text_of(tmp_path, ["a", "b", "c", "ab", "▁", "▁ab", "<0x0A>"], "first")
     assert text.ids_of("ab") == text.ids_of(" ab")
-    assert spelled(text, "ab") == {"▁ab", "ab"}
-    assert spelled(text, "cab") == {"▁|c|ab", "c|ab"}
+    assert words_of(text, "ab") == {"▁ab", "ab"}
+    assert words_of(text, "cab") == {"▁|c|ab", "c|ab"}
 
 
 def test_words_given_as_ids_stay_and_a_word_without_tokens_is_refused(tmp_path: Path) -> None:
     text = text_of(tmp_path, ["a", "b", "c", "ab", "Ġ", "Ġab", "Ċ"], None)
     params = SamplingParams(bad_words=("ab",), bad_words_ids=((3,), (1, 2)))
-    assert with_words(text, params).bad_words_ids == ((3,), (1, 2), (5,))
-    assert with_words(text, plain := SamplingParams()) is plain
+    assert spelled(text, params).bad_words_ids == ((3,), (1, 2), (5,))
+    assert spelled(text, plain := SamplingParams()) is plain
     with pytest.raises(RequestError, match='bad_words: the model\'s tokenizer has no tokens for "x"; leave it out'):
-        with_words(text, SamplingParams(bad_words=("x",)))
+        spelled(text, SamplingParams(bad_words=("x",)))
+
+
+def test_breakers_are_the_tokens_with_which_they_end(tmp_path: Path) -> None:
+    text = text_of(tmp_path, ["a", "b", "c", "ab", "Ġ", "Ġab", "Ċ"], None)
+    params = SamplingParams(dry_multiplier=0.8, dry_sequence_breakers=("b", "c\n", "\n"), dry_breaker_ids=(9, 6))
+    found = spelled(text, params)
+    assert (found.dry_sequence_breakers, found.dry_breaker_ids) == ((), (9, 6, 3))
+    off = SamplingParams(dry_sequence_breakers=("b",))
+    assert spelled(text, off) is off, "without a multiplier nobody asks"
