@@ -138,6 +138,11 @@ class Engine:
         self._check_ids("banned_token_ids", params.banned_token_ids)
         self._check_ids("bad_words_ids", list(chain.from_iterable(params.bad_words_ids)))
         self._check_ids("dry_breaker_ids", params.dry_breaker_ids)
+        if params.best_of is not None:
+            raise RequestError(
+                f"best_of is {params.best_of}, and the best are known only when all are there, so no answer in parts"
+                " has them; leave it out, or ask for a whole answer"
+            )
         if params.has_texts:
             raise RequestError(
                 "bad_words and dry_sequence_breakers need a tokenizer, which turns them into tokens; leave them empty,"

@@ -15,6 +15,7 @@ from inferc.runtime.artifact.model_folder import artifact_of
 from inferc.runtime.engine import keywords
 from inferc.runtime.engine.absent import OF_LLM, absent
 from inferc.runtime.engine.beam_search import BeamSearchOutput, BeamSearchParams, likely_by, search, with_texts
+from inferc.runtime.engine.best_of import best, computed
 from inferc.runtime.engine.load import load_engine, model_defaults, model_limits
 from inferc.runtime.engine.loop import Embedded, EngineThread, Event, Failed, Scored
 from inferc.runtime.engine.offered_tools import OfferedTools
@@ -31,7 +32,7 @@ from inferc.runtime.engine.request_output import (
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.record.tapped import TappedSequence
-from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, from_chat, from_request
+from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, changed, from_chat, from_request
 from inferc.runtime.step.sequence import Output
 from inferc.runtime.text.hf_tokenizer import HfTokenizer
 from inferc.runtime.text.tokenizer import Text
@@ -119,9 +120,7 @@ class LLM:
         keywords.refuse("LLM.generate", others, known)
         many = parse_prompts(prompts, prompt_token_ids)
         each = self._params_of(sampling_params, len(many))
-        return self._run(
-            [OpenRequest.begin(self._text, prompt, one) for prompt, one in zip(many, each, strict=True)], use_tqdm
-        )
+        return self._run([self._request(*pair) for pair in zip(many, each, strict=True)], use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, **others: Any
@@ -193,7 +192,7 @@ class LLM:
                 done(error)
             else:
                 if request.is_done:
-                    done(request.answer)
+                    done(_whole(request))
 
         self._add(request, sink)
         return request.id
@@ -277,7 +276,10 @@ class LLM:
     # ---------------------------------------------------------------------------------------------- inside
 
     def _request(self, prompt: ParsedPrompt, params: SamplingParams) -> OpenRequest:
-        return OpenRequest.begin(self._text, prompt, params)
+        """Return a request for a whole answer."""
+        request = OpenRequest.begin(self._text, prompt, computed(params))
+        request.asked = changed(params)  # they may be changed while the request runs
+        return request
 
     def _params_of(
         self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -330,7 +332,7 @@ class LLM:
             for request in requests:
                 if not request.is_done:
                     self._abort(request)
-        return [request.answer for request in requests]
+        return [_whole(request) for request in requests]
 
     def _take(self, request: OpenRequest, event: Event) -> bool:
         """Add an event to its request's answer, and return whether there is anything new."""
@@ -405,6 +407,12 @@ class Stream:
             raise RequestError("this stream was read already; call LLM.stream again")
         self._llm._add(self._request, sink)
         return self._request
+
+
+def _whole(request: OpenRequest) -> RequestOutput:
+    """Return the answer to a request that is done, with the best of its outputs if it asked for these."""
+    request.answer.outputs = best(request.answer.outputs, request.asked or request.params)
+    return request.answer
 
 
 def _error(event: Event) -> InfercError:

@@ -115,7 +115,10 @@ class EmbeddingRequestOutput:
 
 @dataclass
 class OpenRequest:
-    """A request and what is there of its answer; ids: those of the engine, once it is started."""
+    """A request and what is there of its answer; ids: those of the engine, once it is started.
+
+    asked: the parameters by which its outputs are chosen from those that are computed, if not all of them are returned.
+    """
 
     params: SamplingParams
     answer: RequestOutput
@@ -123,6 +126,7 @@ class OpenRequest:
     text: Text | None = None
     id: str = ""
     score_id: str = ""
+    asked: SamplingParams | None = None
     is_counted: bool = False
 
     @staticmethod

@@ -161,7 +161,7 @@ class BatchRun:
         room: int | None = None
         while self._ready or self._read(pending):
             job, index = self._ready[0]
-            count = job.request.num_outputs
+            count = job.request.num_sequences
             if room is None:
                 room = self.backend.room(self._num_open)
             if room < count and (room <= 0 or self._num_open):
@@ -192,7 +192,7 @@ class BatchRun:
     def _start(self, ticket: Ticket) -> int:
         """Start a prompt unless its request has failed already; return how many sequences that opens."""
         job, index = ticket
-        count = job.request.num_outputs
+        count = job.request.num_sequences
         self._num_open += count
         try:
             if job.error is not None:
@@ -206,7 +206,7 @@ class BatchRun:
     def _take(self, ticket: Ticket, result: Result) -> None:
         """Take a prompt's result, which is an answer, or an error that becomes its request's."""
         job, index = ticket
-        self._num_open -= job.request.num_outputs
+        self._num_open -= job.request.num_sequences
         job.num_left -= 1
         if isinstance(result, Answer):
             job.answers[index] = result

@@ -250,7 +250,7 @@ COMPLETION: Fields = {
     **_SAMPLING,
     "echo": Field(FLAG, "The prompt comes before the answer, with its logprobs if asked for."),
     "logprobs": Field(FLAG_OR_COUNT, "Of each token, with so many likeliest ones."),
-    "best_of": Field(INTEGER),
+    "best_of": Field(INTEGER, "So many outputs are computed, and the n of the highest log probability returned."),
     "suffix": Field(TEXT),
     "add_special_tokens": Field(FLAG),
 }

@@ -32,7 +32,7 @@ MAX_PROMPTS = 2048  # the most prompts of one request, which is OpenAI's limit
 MAX_VARIABLES = 16_384  # the most values in `chat_template_kwargs`, which go to the template's process as a whole
 
 # The fields of a body that are handed on as SamplingParams has them; those in READ_BY_HAND need more than that.
-READ_BY_HAND = ("max_tokens", "logprobs", "logit_bias", "priority", "structured_outputs")
+READ_BY_HAND = ("best_of", "max_tokens", "logprobs", "logit_bias", "priority", "structured_outputs")
 SAMPLING = tuple(
     each.name
     for each in dataclasses.fields(SamplingParams)
@@ -147,6 +147,11 @@ class OpenAIRequest:
         return self.params.n
 
     @property
+    def num_sequences(self) -> int:
+        """The number of sequences that are computed for each prompt."""
+        return self.params.best_of or self.params.n
+
+    @property
     def prompt_logprobs(self) -> int | None:
         """The number of likeliest tokens that are reported for each token of the prompt; None: nothing of it is."""
         return self.params.prompt_logprobs
@@ -190,8 +195,6 @@ def sampling_of(
         sampling["logit_bias"] = logit_bias_of(body["logit_bias"])
     if (form := form_of(body)) is not None:
         sampling["structured_outputs"] = form
-    if body.get("best_of") not in (None, 1, sampling.get("n", 1)):
-        raise not_built("best_of", body["best_of"])
     if is_served and any((body.get("stream_options") or {}).values()) and not body.get("stream"):
         raise RequestError(
             f"stream_options is {shown(body['stream_options'])}, and the answer is no stream; leave it out"
@@ -247,6 +250,8 @@ def _completion(
         sampling["max_tokens"] = limit
     if body.get("logprobs") is not None and body["logprobs"] is not False:
         sampling["logprobs"] = int(body["logprobs"])  # true counts as 1, as in vLLM
+    if body.get("best_of") not in (None, 1):
+        sampling["best_of"] = body["best_of"]
     prompts = tuple(prompts_of(body["prompt"]))
     rest = _of_answer(body, sampling, is_served)
     return OpenAIRequest(
@@ -349,6 +354,8 @@ def chat_request(
     defaults: Mapping[str, Any],
 ) -> OpenAIRequest:
     """Return the request for the answer to a conversation, whose messages and sampling were read from the body."""
+    if body.get("best_of") not in (None, 1, sampling.get("n", 1)):
+        raise not_built("best_of", body["best_of"])
     template = template_of(body)
     rest = _of_answer(body, sampling, is_served)
     return OpenAIRequest("chat", (messages,), sampling, template=template, params=from_chat(sampling, defaults), **rest)

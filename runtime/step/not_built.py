@@ -6,7 +6,6 @@ from typing import Any
 
 # The values that ask for nothing.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
     "early_stopping": (None, False),
@@ -25,10 +24,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "skip_reading_prefix_cache": (None, False),
 }
 # What to do instead of some of them.
-BEST_OF = "leave it out: give n and logprobs=0, and choose by cumulative_logprob"
 SEARCH = "leave it out: LLM.beam_search(prompts, BeamSearchParams(beam_width=4)) searches"
 INSTEAD = {
-    "best_of": BEST_OF,
     **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), SEARCH),
     "guided_decoding": "leave it out: structured_outputs={...} has the same fields",
     "detokenize": "leave it out: an output has text and token_ids",

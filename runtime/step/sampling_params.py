@@ -42,6 +42,8 @@ MAX_CACHE_PRIORITY = 10
 class SamplingParams:
     """The sampling parameters of one request; temperature 0 is greedy.
 
+    Of `best_of` sequences the `n` with the highest log probability are returned, the best first; no stream has them.
+
     `top_k` 0, `top_p` 1.0, `min_p` 0.0 and `repetition_penalty` 1.0 are "off". `max_tokens` None means as many as the
     model's length allows. `seed` None draws one at random. `logprobs` k returns, for every new token, its own log
     probability and the k most likely tokens'; `prompt_logprobs` k returns those of the prompt's tokens
@@ -108,6 +110,7 @@ class SamplingParams:
     ttft_ms: float | None = None
     tbt_ms: float | None = None
     tap: bool = False
+    best_of: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -118,6 +121,8 @@ class SamplingParams:
         object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.top_k == -1:  # vLLM and TGI write "off" as -1
             object.__setattr__(self, "top_k", 0)
+        if is_among(self.best_of, (1, self.n)):  # it asks for nothing
+            object.__setattr__(self, "best_of", None)
         self._check_numbers()
         self._check_ends()
         self._check_rules()
@@ -151,6 +156,10 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         check_integer("n", self.n, 1, MAX_N)
+        if self.best_of is not None:
+            check_integer("best_of", self.best_of, 1, MAX_N)
+            if self.best_of < self.n:
+                raise RequestError(f"best_of {self.best_of} is less than n {self.n}; raise it, or leave it out")
         check_number("temperature", self.temperature, 0.0, 100.0, "use 0 for greedy decoding")
         check_number("top_p", self.top_p, 0.0, 1.0, "use 1 to turn it off", low_open=True)
         check_integer("top_k", self.top_k, 0, 2**31 - 1, "use 0 to turn it off")

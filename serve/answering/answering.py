@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from inferc.errors import RequestError
+from inferc.runtime.engine.best_of import best, computed
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, EchoedPrompt, Token, Usage, prompt_offsets
 from inferc.runtime.openai.request import OpenAIRequest, Prompt
@@ -38,8 +39,10 @@ class Answering:
         """Check that the request may be taken now; raises the same errors as AsyncEngine.check_open."""
         self.model = model
         self.request = request if request.reasoning is None else with_effort(request, model.engine.text)
+        # What is streamed cannot be chosen from: the engine refuses it.
+        params = request.params if request.stream else computed(request.params)
         # calls: the form of the answer's calls, if it may have any
-        self.params, self.calls = held(request.params, request.tools, lambda: model.engine.text.check_calls())
+        self.params, self.calls = held(params, request.tools, lambda: model.engine.text.check_calls())
         self._apart: ReasoningApart | None = None  # tells reasoning from text, if the model's answers may have any
         if request.max_reasoning_tokens is not None:
             model.engine.text.check_reasoning()
@@ -119,7 +122,7 @@ class Answering:
             Answer(
                 self._prompts[number].num_tokens,
                 self._num_cached(number),
-                [each.so_far() for each in of_prompt],
+                best([each.so_far() for each in of_prompt], self.request.params),
                 [each.reasoning for each in of_prompt],
                 self._num_reasoning,
             )

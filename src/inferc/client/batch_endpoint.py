@@ -15,12 +15,14 @@ from typing import Any, Self, final
 
 from inferc.client.client import Client, Delta, ServerError, Tls
 from inferc.errors import GenerationError, InfercError, ObjectiveError
+from inferc.runtime.engine.best_of import best, computed
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, Token
 from inferc.runtime.openai.batch_run import Result, Ticket, take_all
 from inferc.runtime.openai.messages import joined
 from inferc.runtime.openai.request import OpenAIRequest, Prompt
 from inferc.runtime.step.plan import Logprobs
+from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.tools.call_reader import CallPart, Said
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
@@ -109,15 +111,18 @@ class EndpointBackend:
         request = ticket[0].request
         # The server checks over its own defaults what the client said, so these alone are sent.
         values = {**request.sampling, "client": CLIENT, "priority": PRIORITY}
+        if values.pop("best_of", None) is not None:  # the messages have none: the best are chosen here
+            wanted = computed(request.params)
+            values.update(n=wanted.n, logprobs=wanted.logprobs)
         if request.kind == "chat":
             prompt = joined(prompt)  # type: ignore[arg-type]
         if values.get("max_tokens", 0) is None and "max_tokens" not in self.defaults:
             values["unlimited"] = True
         if request.tools is not None:
             values["tools"] = request.tools
-        count = request.num_outputs
+        count = request.num_sequences
         self._count_waiting(count)
-        done = self._pool.submit(self._work, prompt, values, count)
+        done = self._pool.submit(self._work, prompt, values, count, request.params)
         done.add_done_callback(lambda future: self._results.put((ticket, future)))
 
     def finished(self) -> list[tuple[Ticket, Result]]:
@@ -147,15 +152,18 @@ class EndpointBackend:
 
     # ------------------------------------------------------------------------------------- on the pool's threads
 
-    def _work(self, prompt: Prompt, sampling: Mapping[str, Any], count: int) -> Answer:
-        """Answer one prompt on a thread of the pool, retrying while the server has no room for it."""
+    def _work(self, prompt: Prompt, sampling: Mapping[str, Any], count: int, params: SamplingParams) -> Answer:
+        """Answer one prompt on a thread of the pool, retrying while the server has no room for it.
+
+        params: those by which outputs are chosen from the `count` that are computed.
+        """
         pause, pending = LOOK_SECONDS, _Pending(count)
         try:
             while True:
                 try:
                     for delta in self._client.generate(prompt, **sampling):
                         self._count_waiting(-pending.add(delta))
-                    return pending.answer()
+                    return pending.answer(params)
                 except ServerError as error:
                     wait = self._wait_for_room(sampling, error, pause)
                     if wait is None or self._closing.wait(wait):
@@ -215,8 +223,9 @@ class _Pending:
         self.num_started += is_first
         return int(is_first)
 
-    def answer(self) -> Answer:
-        return Answer(self._usage.prompt_tokens, self._usage.cached_tokens, self._outputs)
+    def answer(self, params: SamplingParams) -> Answer:
+        outputs = best(self._outputs, params)
+        return Answer(self._usage.prompt_tokens, self._usage.cached_tokens, outputs)
 
 
 def _logprobs(row: pb.TokenLogprobs) -> Logprobs:

@@ -132,7 +132,8 @@ def test_engine_options_of_others_are_refused_by_name(tiny_artifact: Path, optio
     [
         ({"max_new_tokens": 3}, 'SamplingParams has no parameter "max_new_tokens"; did you mean max_tokens?'),
         ({"temprature": 0.5}, "did you mean temperature?"),
-        ({"best_of": 4}, "best_of is 4, which is not built yet; leave it out"),
+        ({"best_of": 0}, "best_of is 0; expected at least 1"),
+        ({"best_of": 2, "n": 3}, "best_of 2 is less than n 3; raise it, or leave it out"),
         ({"use_beam_search": True}, "use_beam_search is true, which is not built yet"),
         ({"prompt_logprobs": 33}, "prompt_logprobs is 33; expected at most 32"),
     ],

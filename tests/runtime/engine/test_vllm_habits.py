@@ -103,7 +103,7 @@ def test_parameters_are_set_one_by_one(llm: LLM) -> None:
         ("max_token", 3, 'SamplingParams has no parameter "max_token"; did you mean max_tokens?'),
         ("max_tokens", -1, "max_tokens is -1; expected at least 1"),
         ("min_tokens", 9, "min_tokens 9 is more than max_tokens 3"),
-        ("best_of", 2, "best_of is 2, which is not built yet; leave it out: give n and logprobs=0"),
+        ("use_beam_search", True, "use_beam_search is true, which is not built yet; leave it out: LLM.beam_search"),
     ):
         before = copy.copy(params)
         with pytest.raises(RequestError, match=told):

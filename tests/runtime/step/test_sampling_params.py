@@ -85,6 +85,7 @@ NUMBERS = (
 )
 INTEGERS = (
     "n",
+    "best_of",
     "top_k",
     "seed",
     "logprobs",
