@@ -130,7 +130,9 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
     head = made.launches(values, [node for node in program.graph.nodes if node in sampled])
     at = values.operand(logits)
     around = {name: [made.add(call) for call in calls] for name, calls in sampling_launches(at).items()}
-    launches = Launches([*around["begin"], *made.begin], step, head, around["sample"], around["score"])
+    launches = Launches(
+        [*around["begin"], *made.begin], step, head, **{part: around[part] for part in ("sample", "keep", "score")}
+    )
     scratch = {**sampling_scratch(at.width), **made.scratch}
     return CudaStep(launches, scratch, made.observable, made.shared_prefixes, made.sources)
 

@@ -113,11 +113,11 @@ def load_engine(
     grammars = _make_grammars(artifact, config) if "grammars" in can else None
     groups = _groups(artifact, target, config, can, chunked_prefill)
     nodes = choose_nodes(artifact.program, config.tap) if config.tap else ()
-    draft = None
+    draft = beside = None
     if Speculate.parse(config.speculate).method == "draft":
         draft = DraftModel(config, artifact, target, groups)
-        config = draft.reduced(config, groups)
-    opened = factory.open(RunnerRequest(artifact, target, config, groups, check.wait))
+        config, beside = draft.reduced(config, groups), draft.request()
+    opened = factory.open(RunnerRequest(artifact, target, config, groups, check.wait, beside))
     runner, mover = opened.runner, opened.mover
     with ExitStack() as made:  # closes what was made if something after it fails
         made.callback(runner.close)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from inferc.config import EngineConfig, Speculate
 from inferc.errors import ConfigError
-from inferc.kv_groups import CacheGroup, cache_groups
+from inferc.kv_groups import CacheGroup, CacheLimits, cache_groups, shared_part
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.runners.api import RunnerFactory, RunnerRequest
 from inferc.runtime.speculation.draft_model import DraftSizes, ModelDrafter
@@ -64,6 +64,9 @@ class DraftModel:
         self.target, self._config = target, config
         self.groups = tuple(CacheGroup(group.bytes_per_token) for group in cache_groups(self.artifact.whole_kv_groups))
         self._check(artifact, groups)
+        self._max_model_len = artifact.max_model_len
+        self._block_bytes = self.artifact.block_size * sum(group.bytes_per_token for group in self.groups)
+        self._budget = max(MOST_BATCHED_TOKENS, config.max_num_seqs)  # tokens of a step
         self.weights = self.artifact.verify_weights()
 
     def _check(self, artifact: Artifact, groups: Sequence[CacheGroup]) -> None:
@@ -89,27 +92,34 @@ class DraftModel:
         """Return the config of the large model, whose KV memory leaves room for that of the draft model."""
         if config.kv_memory_bytes == "auto":
             return config
-        own, all_bytes = (sum(group.bytes_per_token for group in each) for each in (groups, (*groups, *self.groups)))
-        return replace(config, kv_memory_bytes=config.kv_memory_bytes * own // all_bytes)
+        limits = CacheLimits(
+            self.artifact.block_size, self._max_model_len, config.max_num_seqs, config.token_budget(self.target)
+        )
+        return replace(config, kv_memory_bytes=shared_part(groups, self.groups, limits, config.kv_memory_bytes))
 
-    def open(self, num_blocks: int) -> ModelDrafter:
-        """Open the draft model's runner with that many blocks, and return the drafter."""
-        config, artifact = self._config, self.artifact
-        block_bytes = artifact.block_size * sum(group.bytes_per_token for group in self.groups)
-        budget = max(MOST_BATCHED_TOKENS, config.max_num_seqs)
+    def request(self, num_blocks: int | None = None) -> RunnerRequest:
+        """Return the request for the draft model's runner. num_blocks: None if it is not known yet."""
+        config = self._config
         own = replace(
             config,
-            kv_memory_bytes=num_blocks * block_bytes,
-            max_num_batched_tokens=budget,
+            kv_memory_bytes="auto" if num_blocks is None else num_blocks * self._block_bytes,
+            max_num_batched_tokens=self._budget,
             speculate="none",
             prefix_cache=False,
             kv_events=False,
             record=None,
         )
+        return RunnerRequest(self.artifact, self.target, own, self.groups, self.weights.wait)
+
+    def open(self, num_blocks: int) -> ModelDrafter:
+        """Open the draft model's runner with that many blocks, and return the drafter."""
+        config, artifact = self._config, self.artifact
         factory: RunnerFactory = find_spec(self.target).find_runner()
-        opened = factory.open(RunnerRequest(artifact, self.target, own, self.groups, self.weights.wait))
-        log.info("draft model %s: %.1f MB of K and V", artifact.path, num_blocks * block_bytes / 1e6)
-        sizes = DraftSizes(artifact.block_size, artifact.max_model_len, artifact.vocab_size, len(self.groups), budget)
+        opened = factory.open(self.request(num_blocks))
+        log.info("draft model %s: %.1f MB of K and V", artifact.path, num_blocks * self._block_bytes / 1e6)
+        sizes = DraftSizes(
+            artifact.block_size, artifact.max_model_len, artifact.vocab_size, len(self.groups), self._budget
+        )
         return ModelDrafter(opened.runner, sizes, config.max_num_seqs, config.speculate_tokens)
 
 

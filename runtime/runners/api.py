@@ -123,6 +123,7 @@ class RunnerRequest:
     """The arguments for opening a runner.
 
     weights_checked: a function that returns once every byte of the weights was verified.
+    beside: the request of a runner that is opened afterwards in the same memory, with as many KV blocks.
     """
 
     artifact: Artifact
@@ -130,6 +131,7 @@ class RunnerRequest:
     config: EngineConfig
     groups: tuple[CacheGroup, ...]
     weights_checked: Callable[[], Any]
+    beside: RunnerRequest | None = None
 
 
 def capabilities_of(artifact: Artifact, target: str | None = None) -> frozenset[Capability]:

@@ -287,3 +287,14 @@ def share_out(groups: Sequence[CacheGroup], limits: CacheLimits, memory_bytes: i
     # Where every group has a cap, memory beyond the caps is not used.
     most = min(memory_bytes // min(limits.block_size * group.bytes_per_token for group in groups), max(caps))
     return pools(bisect_right(range(most + 1), memory_bytes, key=cost) - 1)
+
+
+def shared_part(
+    groups: Sequence[CacheGroup], others: Sequence[CacheGroup], limits: CacheLimits, memory_bytes: int
+) -> int:
+    """Return the bytes that the pools of `groups` get of memory in which `others` have pools of as many blocks.
+
+    Raises ConfigError for less than two blocks.
+    """
+    num_blocks = share_out((*groups, *others), limits, memory_bytes)
+    return pools_bytes(groups, limits, num_blocks[: len(groups)])

@@ -389,7 +389,7 @@ class Launches(Struct, frozen=True):
     - begin: what runs once per step, before everything else.
     - step: what computes the rows that the LM head reads.
     - head: the LM head, for a limited number of these rows at a time.
-    - sample: from the logits of these rows to token ids.
+    - sample: from the logits of these rows to token ids; keep: which of all ids count, in steps with drafted tokens.
     - score: from their logits to the likelihood of given tokens.
     """
 
@@ -397,18 +397,18 @@ class Launches(Struct, frozen=True):
     step: list[Launch]
     head: list[Launch]
     sample: list[Launch]
+    keep: list[Launch]
     score: list[Launch]
 
     def __iter__(self) -> Iterator[Launch]:
-        for part in (self.begin, self.step, self.head, self.sample, self.score):
+        for part in (self.begin, self.step, self.head, self.sample, self.keep, self.score):
             yield from part
 
 
 class Scratch(Struct, frozen=True, omit_defaults=True):
     """The size in bytes of a buffer that launches share: a constant, and so much for each row, token and sequence.
 
-    The buffer is zero at first. `per_row` is for each row that is sampled at a time. order: the order of addition that
-    needs the buffer, or None for both.
+    It is zero at first. `per_row` is for each row that is sampled at a time. order: that of addition, None for both.
     """
 
     const: Count = 0
@@ -429,7 +429,7 @@ class SharedPrefixes(Struct, frozen=True):
     keys: Positive
 
 
-NO_LAUNCHES = Launches([], [], [], [], [])
+NO_LAUNCHES = Launches([], [], [], [], [], [])
 
 
 class PlainPart(Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from library_data import library_preferred
 from lowered import as_torch, make_plan
 from random_models import make_random_model
 from real_gpu import chip, need_gpu
+from speculated import always_draft
 
 import inferc
 from inferc.compiler.build import compile
@@ -233,3 +234,31 @@ def test_what_a_block_begins_alike_is_copied_with_the_same_bits(made: Made, name
             return rows, llm.stats().cached_tokens
 
     assert answers(True) == (answers(False)[0], size + size // 2 + 1)
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_drafted_tokens_change_no_answer(made: Made, name: str) -> None:
+    """The invariant order has the same bits with drafts; a model that drafts for itself is always right."""
+    folder = sound(made, name, "bfloat16")
+    out = folder / f"{name}-bfloat16-cuda"
+    options: dict[str, Any] = {"deterministic": True, "kv_memory_bytes": 64 << 20, **ENGINES["whole prompts"]}
+    loops = {"logit_bias": {30: 9.0, 31: 8.5, 32: 8.0}, "repetition_penalty": 1.05, "logprobs": 1}
+    for speculate, more in (("ngram", loops), (f"draft:{out}", {})):
+        params = [
+            inferc.SamplingParams(max_tokens=32, ignore_eos=True, temperature=index % 2, seed=index, **more)  # type: ignore[arg-type]
+            for index in range(len(LENGTHS))
+        ]
+        answers = []
+        for how in ("none", speculate):
+            with inferc.LLM(out, speculate=how, **options) as llm:
+                if how != "none":
+                    always_draft(llm)
+                answers.append([(one.token_ids, one.logprobs) for one in answered(llm, params)])
+                stats = llm.stats()
+        assert answers[0] == answers[1], speculate
+        assert stats.num_drafted > 0
+        assert speculate == "ngram" or stats.num_accepted == stats.num_drafted
+
+
+def answered(llm: inferc.LLM, params: list[inferc.SamplingParams]) -> list[Any]:
+    return [result.outputs[0] for result in llm.generate(prompts(), params)]

@@ -133,6 +133,7 @@ class FakeCuda:
         self.device: dict[int, Memory] = {}
         self.host: dict[int, Memory] = {}
         self._objects: dict[int, Any] = {}
+        self._num_retained = 0  # drivers that have the device's context
         self._handles = itertools.count(0x1000, 16)
         self._known: dict[str, LaunchRecord] = {}
         self._kernels = {
@@ -196,9 +197,13 @@ class FakeCuda:
         out._obj.value = values[attribute]
 
     def _cuDevicePrimaryCtxRetain(self, out: Any, device: int) -> None:
+        self._num_retained += 1
         out._obj.value = 0x77
 
     def _cuDevicePrimaryCtxRelease(self, device: int) -> None:
+        self._num_retained -= 1
+        if self._num_retained:
+            return
         if self.device or self.host:
             raise Misuse(f"{len(self.device)} allocations are left, {len(self.host)} on the host")
         if left := sum(isinstance(each, Graph | Executable) for each in self._objects.values()):

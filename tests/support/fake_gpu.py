@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import cuda_runs
+import numpy as np
 from fake_cublaslt import FakeCublasLt
 from fake_cuda import FakeCuda
 from lowered import make_plan
@@ -24,7 +25,7 @@ from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.runner import CudaRunner
 from inferc.runtime.runners.cuda.weights import placer
 from inferc.runtime.runners.reference import ReferenceRunner
-from inferc.runtime.step.plan import F32, StepPlan, StepResult
+from inferc.runtime.step.plan import F32, SampleRows, StepPlan, StepResult, TokenLists
 
 LIBRARY = "-library"  # of an artifact that leaves all its products of two rows and more to cuBLASLt
 ARTIFACTS = Path(os.environ.get("INFERC_FAKE_GPU_ARTIFACTS", "."))
@@ -64,6 +65,22 @@ class Pair:
 
     def logits(self, plan: StepPlan) -> F32:
         return cuda_runs.logits(self.runner, self.artifact, plan)
+
+
+def sampled(plan: StepPlan, **changes: object) -> StepPlan:
+    """Return the plan with rows that are sampled as given: lists, and numbers for all rows or one for each."""
+    rows = len(plan.logits_rows)
+    arrays = {
+        name: value if isinstance(value, TokenLists) else np.broadcast_to(np.asarray(value), (rows,)).copy()
+        for name, value in changes.items()
+    }
+    greedy = SampleRows.greedy(plan.sample.seq_slots)
+    fields = {
+        name: value if isinstance(value, TokenLists) else value.astype(getattr(greedy, name).dtype)
+        for name, value in arrays.items()
+    }
+    plan.sample = replace(greedy, **fields)  # type: ignore[arg-type]
+    return plan
 
 
 def config(artifact: Artifact, **changes: Any) -> EngineConfig:

@@ -14,6 +14,7 @@ from torch import Tensor
 from inferc.arena import mask_words
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.kernels.sampling.choose import choose, list_stride
+from inferc.codegen.triton.kernels.sampling.keep_chosen import keep_chosen
 from inferc.codegen.triton.kernels.sampling.process_logits import apply_lists, penalize
 from inferc.codegen.triton.kernels.sampling.report_logprobs import report_logprobs
 from inferc.codegen.triton.kernels.sampling.row_parts import row_parts
@@ -43,7 +44,8 @@ class SampledStep:
     """A step with sampled rows.
 
     logits [S, vocab]; in_prompt and num_output [slots, vocab] of the slots that count; chunk: rows sampled at once.
-    masks [S, vocab]: which tokens each row may choose; a row of no token has no mask.
+    masks [S, vocab]: which tokens each row may choose; a row of no token has no mask. inputs [S]: the token that each
+    row is behind, which was drafted if the row before is of the same slot.
     """
 
     name: str
@@ -54,6 +56,11 @@ class SampledStep:
     num_output: dict[int, I32] = field(default_factory=dict)
     chunk: int = 16
     masks: NDArray[np.bool_] | None = None
+    inputs: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def __post_init__(self) -> None:
+        if not len(self.inputs):
+            self.inputs = np.random.default_rng(len(self.rows)).integers(0, self.vocab, len(self.rows)).astype(np.int32)
 
     @property
     def vocab(self) -> int:
@@ -61,8 +68,7 @@ class SampledStep:
 
     def processed(self, row: int) -> F32:
         """Return the logits from which the choice is made. NaN counts as -inf does."""
-        slot = int(self.rows.seq_slots[row])
-        return _processed(self.rows, row, self.masked(row), *self.seen(slot))
+        return _processed(self.rows, row, self.masked(row), *self.seen(row))
 
     def masked(self, row: int) -> F32:
         """Return the logits with -inf for the tokens that the row's mask does not have."""
@@ -74,14 +80,25 @@ class SampledStep:
         logits = self.logits[row]
         return np.where(np.isnan(logits), np.float32(-np.inf), logits)
 
-    def seen(self, slot: int) -> tuple[NDArray[np.bool_], I32]:
-        """Return the tokens that are in the slot's prompt, and how often each was output."""
-        none = np.zeros(self.vocab, np.int32)
-        return self.in_prompt.get(slot, none.astype(np.bool_)), self.num_output.get(slot, none)
+    def is_behind_draft(self, row: int) -> bool:
+        slots = self.rows.seq_slots
+        return row > 0 and bool(slots[row - 1] == slots[row])
+
+    def seen(self, row: int) -> tuple[NDArray[np.bool_], I32]:
+        """Return the tokens that are in the prompt of a row's slot, and how often each was output or drafted before."""
+        none, slot = np.zeros(self.vocab, np.int32), int(self.rows.seq_slots[row])
+        if slot not in self.num_output:
+            return none.astype(np.bool_), none
+        num_output = self.num_output[slot].copy()
+        for at in range(row, 0, -1):
+            if not self.is_behind_draft(at):
+                break
+            num_output[self.inputs[at]] += 1
+        return self.in_prompt[slot], num_output
 
     def expected(self, row: int) -> int:
         """The id, -1 if no finite number is the largest."""
-        rows, seen = self.rows, self.seen(int(self.rows.seq_slots[row]))
+        rows, seen = self.rows, self.seen(row)
         if not np.isfinite(self.processed(row).max()):
             return -1
         if rows.min_p[row] > 1:  # the most likely token, to which the oracle has no answer
@@ -132,10 +149,13 @@ def run_step(step: SampledStep, launch: Launch, device: str = "cpu") -> dict[str
             tensors[f"{name}_ptr"] = torch.full((room, size), float("nan"), device=device)
         for name, size in {"first": parts, "list_ids": list_stride(step.vocab)}.items():
             tensors[f"{name}_ptr"] = torch.full((room, size), 1 << 30, dtype=torch.int32, device=device)
-        tensors["counts_ptr"] = torch.tensor([0, rows, 0, first], dtype=torch.int32, device=device)
+        tensors["counts_ptr"] = torch.tensor([0, rows, 0, first, count], dtype=torch.int32, device=device)
         for source in sources.values():
             launch(source, {"num_rows": rows + SPARE}, {name: tensors[name] for name in source.signature})
         processed.append(tensors["x_ptr"][:rows, : step.vocab].cpu())
+    tensors["counts_ptr"] = torch.tensor([0, count, 0, 0, count], dtype=torch.int32, device=device)
+    keep_source = keep_chosen()
+    launch(keep_source, {"num_rows": count + SPARE}, {name: tensors[name] for name in keep_source.signature})
     found = {name: tensors[f"{name}_ptr"].cpu().numpy() for name in ("last_ids", *outputs)}
     found["x"] = torch.cat(processed).numpy()
     return {**found, **{f"counts {slot}": table.cpu().numpy().view(np.uint32) for slot, table in keep.items()}}
@@ -152,6 +172,12 @@ def _parameters(step: SampledStep, slots: int, device: str) -> tuple[dict[str, T
         array = array.view(np.int64) if array.dtype == np.uint64 else array
         tensors[f"{names.get(name, name)}_ptr"] = torch.tensor(array, device=device)
     tensors |= {name: torch.tensor(array, device=device) for name, array in _masks(step).items()}
+    # The rows are behind every other token of the step, from its end on.
+    logits_rows = np.arange(len(rows), dtype=np.int32)[::-1] * 2 + 1
+    inputs = np.full(2 * len(rows) + 1, UNTOUCHED, np.int32)
+    inputs[logits_rows] = step.inputs
+    tensors["inputs_ptr"] = torch.tensor(inputs, device=device)
+    tensors["logits_rows_ptr"] = torch.tensor(logits_rows.copy(), device=device)
     addresses = []
     for name, lists in (("bias", rows.logit_bias), ("banned", rows.banned), ("allowed", rows.allowed)):
         starts = lists.starts if len(lists.starts) else np.zeros(len(rows) + 1, np.int32)
@@ -196,6 +222,7 @@ def faults(step: SampledStep, found: dict[str, NDArray[Any]]) -> list[str]:
 
     last = np.full(len(found["last_ids"]), UNTOUCHED, np.int32)
     outputs = {slot: counts.copy() for slot, counts in step.num_output.items()}
+    counts_too, before = False, -1  # whether the row counts, and what the row before it chose
     for row in range(len(step.rows)):
         token, slot = step.expected(row), int(step.rows.seq_slots[row])
         check(f"row {row} token", found["token_ids"][row], token)
@@ -203,8 +230,11 @@ def faults(step: SampledStep, found: dict[str, NDArray[Any]]) -> list[str]:
             near(f"row {row} processed", found["x"][row], step.processed(row))
         elif not np.array_equal(step.processed(row), step.logits_without_nan(row)):
             wrong.append(f"row {row} is not processed")
-        last[slot] = max(token, 0)
-        if token >= 0 and slot in outputs:
+        counts_too = not step.is_behind_draft(row) or (counts_too and before == step.inputs[row])
+        before = token
+        if counts_too:
+            last[slot] = max(token, 0)
+        if counts_too and token >= 0 and slot in outputs:
             outputs[slot][token] += 1
         count = int(step.rows.num_logprobs[row]) if token >= 0 else 0
         chosen = int(found["token_ids"][row])

@@ -17,6 +17,7 @@ from sampled_step import NEAR, SPARE, UNTOUCHED, Launch, SampledStep, Sizes
 
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.kernels.sampling.fill_late_ids import fill_late_ids
+from inferc.codegen.triton.kernels.sampling.keep_chosen import keep_chosen
 from inferc.codegen.triton.kernels.sampling.score_rows import score_rows
 from inferc.runtime.runners.dense.host_sampler import log_softmax as _log_softmax
 from inferc.runtime.step.plan import F32, I32, SampleRows, TokenLists
@@ -145,7 +146,7 @@ def failing() -> SampledStep:
 
 
 def neighbours() -> SampledStep:
-    """Several rows of a slot, also where a chunk ends: it goes on with the last one's id, and counts them all."""
+    """Several rows of a slot, also where a chunk ends, behind drafted tokens that are wrong."""
     slots = np.array([4, 4, 4, 0, 2, 2, 2, 2, 1], np.int32)
     rows = some_rows(slots, 8, temperature=[0.0, 1.0] * 4 + [0.0], top_k=2)
     logits = some_logits(9, 40, 8)
@@ -154,6 +155,46 @@ def neighbours() -> SampledStep:
     for slot in (4, 2):
         step.in_prompt[slot] = np.zeros(40, np.bool_)
         step.num_output[slot] = np.zeros(40, np.int32)
+    return step
+
+
+def drafted(count: int, vocab: int, seed: int, right: float) -> SampledStep:
+    """Slots with up to 64 rows behind drafted tokens, of which a share is right, by all options; chunks cut them."""
+    random = np.random.default_rng(seed)
+    lengths = random.choice([1, 1, 2, 5, 9], count)
+    lengths[random.integers(count)] = 64
+    slots = np.repeat(random.permutation(count + 3)[:count], lengths).astype(np.int32)
+    rows = len(slots)
+
+    def either(values: list[float]) -> NDArray[np.float64]:
+        return np.repeat(random.choice(values, count), lengths)
+
+    none, every = np.zeros(0, np.int32), np.arange(vocab, dtype=np.int32)
+    some = [np.sort(random.permutation(vocab)[: vocab // 2]).astype(np.int32) for _ in range(rows)]
+    has_list = np.repeat(random.random((3, count)) < 0.5, lengths, axis=1)
+    lists = {
+        name: [ids if on else none for ids, on in zip(some, has, strict=True)]
+        for name, has in zip(("allowed", "logit_bias", "banned"), has_list, strict=True)
+    }
+    failed = random.random(rows) < 0.03
+    lists["banned"] = [every if bad else ids for ids, bad in zip(lists["banned"], failed, strict=True)]
+    fields: dict[str, Any] = {
+        "temperature": either([0.0, 0.7, 1.5]),
+        "top_k": either([0, 0, 7]),
+        "repetition_penalty": either([1.0, 1.6]),
+        "presence_penalty": either([0.0, 1.0]),
+        "frequency_penalty": either([0.0, 0.5]),
+        "num_logprobs": random.choice([0, 0, 0, 3], rows),
+    }
+    name, logits = f"drafted {vocab} {right}", some_logits(rows, vocab, seed, 1.5)
+    step = SampledStep(name, logits, some_rows(slots, seed, lists, **fields), SMALL, chunk=7)
+    step.masks = (random.random((rows, vocab)) < 0.7) & (random.random((rows, 1)) < 0.3)
+    for slot in np.unique(slots)[1:].tolist():
+        step.in_prompt[slot] = random.random(vocab) < 0.2
+        step.num_output[slot] = random.integers(0, 3, vocab).astype(np.int32)
+    for row in range(rows - 1):
+        if random.random() < right:
+            step.inputs[row + 1] = max(0, step.expected(row))
     return step
 
 
@@ -182,6 +223,8 @@ def sampled_steps() -> Iterator[SampledStep]:
     yield filters()
     yield failing()
     yield neighbours()
+    yield drafted(9, 40, 11, 1.0)
+    yield drafted(9, 70, 12, 0.8)
     yield large()
 
 
@@ -191,7 +234,8 @@ STEPS = {step.name: step for step in sampled_steps()}
 def kernels_of(vocab: int) -> dict[str, Source]:
     """All that sampling launches, by name."""
     step = SampledStep("", np.zeros((1, vocab), np.float32), SampleRows.greedy(np.zeros(1, np.int32)))
-    return {**step.sources(), "score_rows": score_rows(vocab, vocab), "fill_late_ids": fill_late_ids()}
+    others = {"keep_chosen": keep_chosen(), "score_rows": score_rows(vocab, vocab), "fill_late_ids": fill_late_ids()}
+    return {**step.sources(), **others}
 
 
 def late_ids_faults(launch: Launch, device: str = "cpu") -> list[str]:
@@ -231,7 +275,7 @@ def score_faults(launch: Launch, device: str = "cpu") -> list[str]:
             padded = torch.full((rows + SPARE, vocab + 2), float("nan"))
             padded[:rows, :vocab] = torch.from_numpy(logits[first : first + rows])
             tensors["logits_ptr"] = padded.to(device)
-            tensors["counts_ptr"] = torch.tensor([0, rows, 0, first], dtype=torch.int32, device=device)
+            tensors["counts_ptr"] = torch.tensor([0, rows, 0, first, count], dtype=torch.int32, device=device)
             launch(source, {"num_rows": rows + SPARE}, tensors)
         behind = [UNTOUCHED] * SPARE
         best, values = tensors["argmax_ptr"].cpu().numpy(), tensors["logprobs_ptr"].cpu().numpy()

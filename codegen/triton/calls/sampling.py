@@ -9,6 +9,7 @@ from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.calls.builder import Call, Choice
 from inferc.codegen.triton.kernels.sampling.choose import choose, list_stride
 from inferc.codegen.triton.kernels.sampling.fill_late_ids import fill_late_ids
+from inferc.codegen.triton.kernels.sampling.keep_chosen import keep_chosen
 from inferc.codegen.triton.kernels.sampling.process_logits import apply_lists, penalize
 from inferc.codegen.triton.kernels.sampling.report_logprobs import report_logprobs
 from inferc.codegen.triton.kernels.sampling.row_parts import part_of, row_parts
@@ -21,6 +22,8 @@ INPUTS = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "counters", "num_logprobs", "lists")},
     **{name: name for name in ("bias_starts", "banned_starts", "allowed_starts", "mask_rows", "target_ids")},
     **{name: name for name in ("late_rows", "late_slots", "num_late")},
+    "inputs": "token_ids",
+    "logits_rows": "logits_rows",
     "slots": "sampled_slots",
     "repetition": "repetition_penalty",
     "presence": "presence_penalty",
@@ -49,7 +52,10 @@ def scratch(vocab: int) -> dict[str, Scratch]:
 
 
 def sampling_launches(logits: Operand) -> dict[str, list[Call]]:
-    """Return the launches before a step ("begin"), after its logits ("sample"), and to score logits ("score")."""
+    """Return the launches before a step ("begin"), after its logits ("sample"), and to score logits ("score").
+
+    "keep" has those after all rows are sampled, for steps whose tokens were drafted.
+    """
     vocab, stride, x_stride = logits.width, logits.stride, list_stride(logits.width)
     at = Where(logits.pool, offset=logits.offset, column=logits.column)
 
@@ -58,6 +64,7 @@ def sampling_launches(logits: Operand) -> dict[str, list[Call]]:
         return Call(None, name, "rows", (Choice(source),), arguments, [])
 
     late = made("fill_late_ids", fill_late_ids())
+    keep = made("keep_chosen", keep_chosen())
     of_step = {**late.arguments, "token_ids_ptr": Where(input="token_ids")}
     return {
         "begin": [replace(late, rows="tokens", arguments=of_step)],
@@ -68,6 +75,7 @@ def sampling_launches(logits: Operand) -> dict[str, list[Call]]:
             made("choose", choose(vocab, stride, x_stride)),
             made("report_logprobs", report_logprobs(vocab, stride)),
         ],
+        "keep": [replace(keep, arguments={**keep.arguments, "counts_ptr": Where(counts="step")})],
         "score": [made("score_rows", score_rows(vocab, stride))],
     }
 

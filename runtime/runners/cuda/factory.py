@@ -52,7 +52,7 @@ class CudaRunnerFactory:
                 if disk is not None:
                     opened.callback(disk.close)
                 free, _ = driver.memory_info()
-                available = kv_available(artifact, config, groups, free, driver.name)
+                available = kv_available(artifact, config, groups, free, driver.name, request.beside)
                 resolved = config.resolve(
                     artifact.max_model_len, artifact.block_size, groups, available, request.target
                 )
@@ -68,5 +68,5 @@ class CudaRunnerFactory:
         return OpenedRunner(runner, resolved, runner.arch, disk, () if disk is None else disk.num_blocks)
 
 
-CUDA = CudaRunnerFactory(OF_LAUNCHES | {"record"})
+CUDA = CudaRunnerFactory(OF_LAUNCHES | {"drafts", "record"})
 TENSORRT_PAGED = CudaRunnerFactory(OF_LAUNCHES, open_engines)

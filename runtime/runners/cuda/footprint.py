@@ -9,9 +9,10 @@ from functools import lru_cache
 from inferc.arena import align_rows, round_up
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError
-from inferc.kv_groups import CacheGroup, CacheLimits, pools_bytes, pools_for_all
+from inferc.kv_groups import CacheGroup, CacheLimits, pools_bytes, pools_for_all, shared_part
 from inferc.manifest import FAST, INVARIANT, RECORDS, SHARED
 from inferc.manifest_types import Scratch
+from inferc.runtime.runners.api import RunnerRequest
 from inferc.runtime.runners.compiled import CompiledForCuda
 from inferc.runtime.runners.cuda.capacity import Capacity, buckets, most_of_all, most_rows, sample_rows
 from inferc.runtime.runners.cuda.cublaslt import WORKSPACE_BYTES
@@ -106,19 +107,34 @@ def _name_library(records: bytes) -> bool:
 
 
 def kv_available(
-    artifact: CompiledForCuda, config: EngineConfig, groups: tuple[CacheGroup, ...], free_bytes: int, gpu: str
+    artifact: CompiledForCuda,
+    config: EngineConfig,
+    groups: tuple[CacheGroup, ...],
+    free_bytes: int,
+    gpu: str,
+    beside: RunnerRequest | None = None,
 ) -> int:
-    """Return the bytes that the KV cache may take.
+    """Return the bytes that the KV cache may take. beside: of the runner for which memory is to be left.
 
     Raises ConfigError, suggesting settings that fit, if the rest leaves too few.
     """
     seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
     held = footprint(artifact, tokens, seqs, config.deterministic)
+    own = groups
+    if beside is not None:
+        theirs = beside.config
+        free_bytes -= footprint(
+            beside.artifact, theirs.token_budget("cuda"), theirs.max_num_seqs, theirs.deterministic
+        ).fixed
+        free_bytes, gpu, groups = max(0, free_bytes), f"{gpu} beside the draft model", (*groups, *beside.groups)
     left = free_bytes - held.fixed
     least = _kv_bytes(artifact, groups, tokens, 1, MIN_LEN)
-    wanted = least if config.kv_memory_bytes == "auto" else config.kv_memory_bytes
+    wanted = least
+    if config.kv_memory_bytes != "auto":
+        wanted = config.kv_memory_bytes * _bytes_per_token(groups) // _bytes_per_token(own)
     if left >= wanted:
-        return left
+        limits = CacheLimits(artifact.block_size, artifact.max_model_len, seqs, tokens)
+        return left if beside is None else shared_part(own, beside.groups, limits, left)
     parts = (
         f"weights {_gb(held.weights)}, activations {_gb(held.arena)}, scratch {_gb(held.scratch + held.workspace)},"
         f" graphs {_gb(held.graphs)}"
@@ -170,6 +186,10 @@ def _kv_bytes(artifact: CompiledForCuda, groups: tuple[CacheGroup, ...], tokens:
     """Return the bytes of pools that hold `seqs` sequences of `length`, and block 0."""
     limits = CacheLimits(artifact.block_size, length, seqs, tokens)
     return pools_bytes(groups, limits, pools_for_all(groups, limits))
+
+
+def _bytes_per_token(groups: tuple[CacheGroup, ...]) -> int:
+    return sum(group.bytes_per_token for group in groups)
 
 
 def _gb(num_bytes: int) -> str:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from inferc.arena import ENGINE_ALIGNMENT, KERNEL_ALIGNMENT, round_up
 from inferc.runtime.runners.cuda.capacity import Capacity
 from inferc.runtime.runners.cuda.shared_prefixes import SharedPrefixes
-from inferc.runtime.step.plan import I32, ROW_DTYPES, SampleRows, StepPlan
+from inferc.runtime.step.plan import I32, I64, ROW_DTYPES, SampleRows, StepPlan
 
 ENGINE_INPUTS = ("token_ids", "positions", "logits_rows")
-NUM_COUNTS = 4  # the numbers of tokens, logits rows and sequences, and the index of the first row
+NUM_COUNTS = 5  # the numbers of tokens, logits rows and sequences; the index of the first row; the rows of the step
 
 ROW_FIELDS = {
     "seq_slots": "sampled_slots",
@@ -104,10 +104,10 @@ class InputLayout:
         prefixes: by KV group, where sequences share some.
         """
         tokens, seqs, rows = plan.num_tokens, plan.num_seqs, len(plan.logits_rows)
-        views["counts"][:] = (tokens, rows, seqs, 0)
+        views["counts"][:] = (tokens, rows, seqs, 0, rows)
         for chunk in range(self.num_chunks):
             first = chunk * self.sample_rows
-            views[f"counts_{chunk}"][:] = (tokens, min(self.sample_rows, max(0, rows - first)), seqs, first)
+            views[f"counts_{chunk}"][:] = (tokens, min(self.sample_rows, max(0, rows - first)), seqs, first, rows)
         views["token_ids"][:tokens] = plan.token_ids
         views["positions"][:tokens] = plan.positions
         views["query_start_loc"][: seqs + 1] = plan.query_start_loc
@@ -120,7 +120,7 @@ class InputLayout:
         views["num_late"][0] = late
         views["late_rows"][:late], views["late_slots"][:late] = plan.pending_rows, plan.pending_slots
         self._write_sampling(plan.sample, views)
-        views["mask_rows"][:rows] = -1 if plan.masks is None else sent_masks(plan.masks.mask_rows)
+        views["mask_rows"][:rows] = -1 if plan.masks is None else self.sent_masks(plan, plan.masks.mask_rows)
         if plan.wants_logprobs:
             views["num_logprobs"][:rows] = np.maximum(plan.sample.num_logprobs, 1)
         copies = [(0, self.tables_at)]
@@ -134,6 +134,17 @@ class InputLayout:
             copies = [(0, self.tables_at + copies[1][1])]  # the only table follows directly, so one copy is enough
         return copies
 
+    def sent_masks(self, plan: StepPlan, mask_rows: I32) -> I32:
+        """Return which of the masks that are on the device at a time is each row's, or -1.
+
+        They are sent without gaps: those of a whole step, or of a chunk of rows if tokens were drafted.
+        """
+        has_mask = mask_rows >= 0
+        before: I64 = np.cumsum(has_mask) - has_mask
+        if len(plan.num_drafted):
+            before -= before[np.arange(len(before)) // self.sample_rows * self.sample_rows]
+        return np.where(has_mask, before, -1).astype(np.int32)
+
     def _write_sampling(self, rows: SampleRows, views: dict[str, NDArray[np.generic]]) -> None:
         count = len(rows)
         for name, field in ROW_FIELDS.items():
@@ -141,12 +152,6 @@ class InputLayout:
         for name, field in LISTS.items():
             starts = getattr(rows, name).starts
             views[field][: count + 1] = starts if len(starts) else 0
-
-
-def sent_masks(mask_rows: I32) -> I32:
-    """Return which of the masks that are sent to the device is each row's, or -1: they are sent without gaps."""
-    has_mask = mask_rows >= 0
-    return np.where(has_mask, np.cumsum(has_mask) - 1, -1).astype(np.int32)
 
 
 def _write_shared(of: SharedPrefixes | None, group: int, seqs: int, views: dict[str, NDArray[np.generic]]) -> None:

@@ -26,6 +26,7 @@ Grids = dict[str, tuple[int, int, int]]
 # A step as a whole, or in two: up to the first logits, and from the sampling of these on.
 Part = Literal["whole", "compute", "sample"]
 Observe = Callable[[Launch, int, int], None]  # (launch, first row, number of rows)
+BeforeRows = Callable[[int, int], None]  # (first row, number of rows) that are sampled next
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Launches:
         self._calls = [each for each in self.step if isinstance(each, EngineCall)]
         self.head = self._bind_chunks(launches.head)
         self.sample = self._bind_chunks(launches.sample)
+        self.keep = [self._bind(launch, 0) for launch in launches.keep if launch.is_for(order)]
         self.score = self._bind_chunks(launches.score)
 
     def run(
@@ -114,11 +116,14 @@ class Launches:
         captured: bool = False,
         observe: Observe | None = None,
         part: Part = "whole",
+        drafts: bool = False,
+        before_rows: BeforeRows | None = None,
     ) -> None:
         """Give a step of `counts`, or a part of it, to the stream.
 
         shares: some sequences share a prefix; captured: the step becomes a graph, for which `prepare_graph` was called;
-        observe: called after each launch was given to the stream.
+        observe: called after each launch was given to the stream. drafts: tokens of the step were drafted. before_rows:
+        called before each chunk of rows is sampled, and may give the stream a copy.
         """
         needed = {""}
         if shares:
@@ -150,8 +155,13 @@ class Launches:
                     observe(launch.launch, first, of_chunk["num_rows"])
             if part == "compute":
                 break
+            if before_rows is not None:
+                before_rows(first, of_chunk["num_rows"])
+                behind = False
             for launch in last:
                 behind = launch.run(stream, of_chunk, behind, of_chunk_grids)
+        for launch in self.keep if drafts and part != "compute" else ():
+            behind = launch.run(stream, counts, behind, grids)
 
     def prepare(self, stream: c_void_p) -> None:
         """Have the library choose its algorithms for all steps that fit."""

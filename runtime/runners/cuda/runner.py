@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inferc.arena import mask_words
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import InfercError, RequestError, UnsupportedError
 from inferc.manifest import FAST, INVARIANT
@@ -35,7 +34,8 @@ from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.engines import Engines
 from inferc.runtime.runners.cuda.footprint import buffers, scratch_bytes
 from inferc.runtime.runners.cuda.graphs import StepGraphs
-from inferc.runtime.runners.cuda.launches import Addresses, Launches, Observe, Part
+from inferc.runtime.runners.cuda.launches import Addresses, BeforeRows, Launches, Observe, Part
+from inferc.runtime.runners.cuda.masks import MaskCopies
 from inferc.runtime.runners.cuda.offload_copies import OffloadCopies
 from inferc.runtime.runners.cuda.output_layout import output_layout
 from inferc.runtime.runners.cuda.penalties import PenaltyCounts
@@ -43,7 +43,7 @@ from inferc.runtime.runners.cuda.step_buffers import StepBuffers
 from inferc.runtime.runners.cuda.step_inputs import StepInputs
 from inferc.runtime.runners.cuda.weights import placed_bytes
 from inferc.runtime.step.limits import StepLimits, outside
-from inferc.runtime.step.plan import F32, I32, I64, StepMasks, StepPlan, StepResult
+from inferc.runtime.step.plan import F32, I32, I64, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,8 @@ class CudaRunner:
         self._graphs = StepGraphs(driver, self._stream, self._bound, self.max_num_seqs)
         self._steps = self._new_buffers()
         self._free, self._pending = deque(self._steps), deque[StepBuffers]()
-        self._last_ids = np.zeros(self.max_num_seqs, np.int32)  # by slot, kept only where masks need them
+        masks_at = self._addresses.scratch["masks"]
+        self._masks = MaskCopies(driver, self._stream, masks_at, self.vocab_size, self.max_num_seqs)
         table = self._addresses.state["count_table"]
         self._penalties = PenaltyCounts(driver, self._stream, self._memory, table, self.vocab_size, self.max_num_seqs)
         sizes = [self.block_size * group.bytes_per_token for group in self._groups]
@@ -215,12 +216,16 @@ class CudaRunner:
         self._blocks.share(plan.copies)
         capacity, as_graph = self._capacity(plan)
         shares = self._send(plan, step, capacity)
+        step.has_drafts = len(plan.num_drafted) > 0
         if plan.masks is None:
             self._launch(plan, capacity, as_graph, shares, "whole")
         else:
             self._launch(plan, capacity, as_graph, shares, "compute")
-            self._send_masks(plan, plan.masks, step)  # while the device computes
-            self._launch(plan, capacity, as_graph, shares, "sample")
+            before = self._pending[-1] if self._pending else None
+            send = self._masks.make(plan.masks, step, before)  # while the device computes
+            if not step.has_drafts:
+                send(0, len(plan.logits_rows))
+            self._launch(plan, capacity, as_graph, shares, "sample", send if step.has_drafts else None)
         places = output_layout(capacity.rows)
         step.slots = plan.sample.seq_slots
         step.num_rows, step.places = len(plan.logits_rows), places
@@ -232,26 +237,26 @@ class CudaRunner:
             self._driver.copy_out(step.outputs.ctypes.data, self._outputs, size, self._stream)
         self._driver.record(step.event, self._stream)
 
-    def _launch(self, plan: StepPlan, capacity: Capacity, as_graph: bool, shares: bool, part: Part) -> None:
+    def _launch(
+        self,
+        plan: StepPlan,
+        capacity: Capacity,
+        as_graph: bool,
+        shares: bool,
+        part: Part,
+        before_rows: BeforeRows | None = None,
+    ) -> None:
         if as_graph and self._graphs.run(capacity, shares, part):
             return
-        observe = self._observe_launch()
-        self._bound(capacity).run(self._stream, _counts(plan), shares=shares, observe=observe, part=part)
-
-    def _send_masks(self, plan: StepPlan, masks: StepMasks, step: StepBuffers) -> None:
-        """Have the masks of a step made once the step before has sampled, and copy them to the device."""
-        if self._pending and (before := self._pending[-1]).error is None:
-            self._driver.wait_event(before.event)
-            self._last_ids[before.slots] = before.token_ids
-        masks.begin(self._last_ids)
-        masks.wait()
-        if step.masks is None:
-            words = mask_words(self.vocab_size)
-            step.masks = self._driver.allocate_host(4 * words * self.max_num_seqs).view(np.uint32).reshape(-1, words)
-        rows = masks.mask_rows[masks.mask_rows >= 0]
-        held = step.masks[: len(rows)]
-        np.take(masks.bits, rows, axis=0, out=held, mode="clip")
-        self._driver.copy_in(self._addresses.scratch["masks"], held.ctypes.data, held.nbytes, self._stream)
+        self._bound(capacity).run(
+            self._stream,
+            _counts(plan),
+            shares=shares,
+            observe=self._observe_launch(),
+            part=part,
+            drafts=len(plan.num_drafted) > 0,
+            before_rows=before_rows,
+        )
 
     def wait(self) -> StepResult:
         """Return the result of the oldest step that was submitted and not yet waited for."""

@@ -24,9 +24,10 @@ class StepBuffers:
     event: c_void_p
     views: dict[Capacity, dict[str, NDArray[Any]]] = field(default_factory=dict)
     lists: NDArray[np.uint8] | None = None  # the step's bias, banned and allowed ids
-    masks: NDArray[np.uint32] | None = None  # the step's masks [sequences, words]
+    masks: NDArray[np.uint32] | None = None  # the step's masks [masks, words]
     slots: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # of its logits rows
     num_rows: int = 0
+    has_drafts: bool = False  # tokens of the step were drafted, so that not every row may count
     num_logprobs: list[int] | None = None
     wants_logprobs: bool = False
     places: Mapping[str, int] = field(default_factory=dict)

@@ -110,8 +110,8 @@ Speculate = Annotated[
         help="Draft tokens and compute them together in one step. ngram drafts what followed the last tokens where they"
         " occurred before, in the prompt or in the answer: for edits of code, summaries and answers that quote."
         " draft:PATH has a smaller model of the same vocabulary draft, whose artifact is at PATH. The tokens of an"
-        " answer are the same with and without; how many are drafted follows from how many the model chooses, and from"
-        " what a step costs.",
+        " answer are the same with and without, on a GPU with --deterministic; how many are drafted follows from how"
+        " many the model chooses, and from what a step costs.",
     ),
 ]
 SpeculateTokens = Annotated[

@@ -186,7 +186,7 @@ def launches(**argument: Any) -> dict[str, Any]:
     launch: dict[str, Any] = {"node": "a", "layer": None, "rows": "tokens", "arguments": {}, "writes": []}
     if argument:
         launch |= {"engine": "a", "arguments": {"x": argument}}
-    return {"begin": [], "step": [launch], "head": [], "sample": [], "score": []}
+    return {"begin": [], "step": [launch], "head": [], "sample": [], "keep": [], "score": []}
 
 
 @pytest.mark.parametrize(

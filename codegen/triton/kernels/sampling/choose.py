@@ -14,7 +14,15 @@ from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.kernels.sampling.draw import draw_filtered, draw_of_part
 from inferc.codegen.triton.kernels.sampling.philox import uniform
 from inferc.codegen.triton.kernels.sampling.row_parts import PART, part_of
-from inferc.codegen.triton.kernels.sampling.rows import CHANGED_BY, FIRST, ROWS, STACK_BYTES, is_changed
+from inferc.codegen.triton.kernels.sampling.rows import (
+    ALL_ROWS,
+    CHANGED_BY,
+    FIRST,
+    ROWS,
+    STACK_BYTES,
+    is_behind_draft,
+    is_changed,
+)
 from inferc.codegen.triton.kernels.sampling.search import PLACES, odds, scale_of
 
 TILE = 1024  # numbers of a list that are searched at a time
@@ -116,13 +124,14 @@ def choose_kernel(  # type: ignore[no-untyped-def]
                 best = tl.min(tl.where(maxima == top, part, PARTS_BLOCK))
                 chosen = tl.load(first_ptr + row * PARTS + best)
         tl.store(token_ids_ptr + at, chosen)
-        # The rows of a slot are adjacent, in one chunk or in consecutive ones. The slot goes on with its last row's id.
+        # Of a slot with several rows `keep_chosen` keeps what they chose, when all of them are there.
         slot = tl.load(slots_ptr + at)
-        if tl.load(slots_ptr + at + 1, mask=row + 1 < rows, other=-1) != slot:
+        following = tl.load(slots_ptr + at + 1, mask=at + 1 < tl.load(counts_ptr + ALL_ROWS), other=-1)
+        if (is_behind_draft(slots_ptr, at) == 0) & (following != slot):
             tl.store(last_ids_ptr + slot, tl.maximum(chosen, 0))
-        counts = tl.load(count_table_ptr + slot)
-        if (counts != 0) & (chosen >= 0):
-            tl.atomic_add(counts.to(tl.pointer_type(tl.int32)) + chosen, 1, sem="relaxed")
+            counts = tl.load(count_table_ptr + slot)
+            if (counts != 0) & (chosen >= 0):
+                tl.atomic_add(counts.to(tl.pointer_type(tl.int32)) + chosen, 1, sem="relaxed")
 
 
 def list_stride(vocab: int) -> int:
@@ -136,8 +145,8 @@ def list_stride(vocab: int) -> int:
 def choose(vocab: int, logits_stride: int, x_stride: int, part: int = PART, tile: int = TILE) -> Source:
     """Return the kernel that chooses a token for each row.
 
-    It writes token_ids [rows], -1 for a row whose largest number is not finite, last_ids by slot, and the slot's counts
-    of tokens.
+    It writes token_ids [rows], -1 for a row whose largest number is not finite. Of slots with a single row it writes
+    last_ids, by slot, and the slot's counts of tokens.
 
     `part` is that of `row_parts`. `tile` is the number of list entries searched at a time, a power of two. list_values
     float32 and list_ids i32 [rows of the chunk, list_stride(vocab)] are scratch memory. A min_p above 1 leaves the most

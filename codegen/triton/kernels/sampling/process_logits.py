@@ -14,11 +14,14 @@ from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.kernels.sampling.rows import (
     CHANGED_BY,
     FIRST,
+    INPUTS,
     ROWS,
     STACK_BYTES,
     counts_of,
+    drafted,
     has_list,
     has_penalties,
+    is_behind_draft,
     is_masked_in,
 )
 
@@ -36,6 +39,15 @@ def penalized(x, count, repetition, presence, frequency):  # type: ignore[no-unt
     return tl.where(count == 0, x, tl.where(times > 0.0, lowered, scaled))
 
 
+@triton.jit
+def with_drafted(count, token, slots_ptr, inputs_ptr, logits_rows_ptr, row):  # type: ignore[no-untyped-def]
+    """Return the counts of tokens as if what was drafted before a row had been chosen."""
+    while is_behind_draft(slots_ptr, row):
+        count += (token == drafted(inputs_ptr, logits_rows_ptr, row)).to(tl.int32)
+        row -= 1
+    return count
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def penalize_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
@@ -49,6 +61,8 @@ def penalize_kernel(  # type: ignore[no-untyped-def]
     mask_rows_ptr,
     slots_ptr,
     count_table_ptr,
+    inputs_ptr,
+    logits_rows_ptr,
     masks_ptr,
     counts_ptr,
     VOCAB: tl.constexpr,
@@ -73,6 +87,7 @@ def penalize_kernel(  # type: ignore[no-untyped-def]
                 if penalties:
                     counts = counts_of(count_table_ptr, slots_ptr, at).to(tl.pointer_type(tl.int32))
                     count = tl.load(counts + i, mask=mask, other=0)
+                    count = with_drafted(count, i, slots_ptr, inputs_ptr, logits_rows_ptr, at)
                     presence, frequency = tl.load(presence_ptr + at), tl.load(frequency_ptr + at)
                     x = penalized(x, count, tl.load(repetition_ptr + at), presence, frequency)
                 x = tl.where(is_masked_in(masks_ptr, mask_row, i, mask, WORDS), x, float("-inf"))
@@ -91,6 +106,7 @@ def penalize(vocab: int, logits_stride: int, x_stride: int, block: int = BLOCK) 
         signature={
             **dict.fromkeys(("logits_ptr", "x_ptr"), POINTERS["float32"]),
             **CHANGED_BY,
+            **INPUTS,
             **dict.fromkeys(("masks_ptr", "counts_ptr"), POINTERS["int32"]),
         },
         constants={
@@ -120,6 +136,8 @@ def apply_lists_kernel(  # type: ignore[no-untyped-def]
     mask_rows_ptr,
     slots_ptr,
     count_table_ptr,
+    inputs_ptr,
+    logits_rows_ptr,
     masks_ptr,
     counts_ptr,
     LOGITS_STRIDE: tl.constexpr,
@@ -143,6 +161,8 @@ def apply_lists_kernel(  # type: ignore[no-untyped-def]
             token = tl.load(ids + i, mask=i < end, other=0)
             value = tl.load(logits_ptr + row * LOGITS_STRIDE + token, mask=i < end, other=0.0)
             count = tl.load(counts + token, mask=(i < end) & penalties, other=0)
+            if penalties:
+                count = with_drafted(count, token, slots_ptr, inputs_ptr, logits_rows_ptr, at)
             value = penalized(value, count, repetition, presence, frequency)
             value = tl.where(is_masked_in(masks_ptr, mask_row, token, i < end, WORDS), value, float("-inf"))
             tl.store(x + token, value, mask=i < end)
@@ -177,6 +197,7 @@ def apply_lists(vocab: int, logits_stride: int, x_stride: int, ids: int = IDS) -
             **dict.fromkeys(("logits_ptr", "x_ptr"), POINTERS["float32"]),
             "lists_ptr": POINTERS["int64"],
             **CHANGED_BY,
+            **INPUTS,
             **dict.fromkeys(("masks_ptr", "counts_ptr"), POINTERS["int32"]),
         },
         constants={"LOGITS_STRIDE": logits_stride, "X_STRIDE": x_stride, "WORDS": mask_words(vocab), "IDS": ids},

@@ -9,6 +9,7 @@ from inferc.codegen.triton.aot.source import COUNTS, POINTERS
 
 ROWS = tl.constexpr(COUNTS["rows"])  # the index into `counts_ptr` of the chunk's number of rows
 FIRST = tl.constexpr(3)  # the index into `counts_ptr` of the chunk's first row in the step
+ALL_ROWS = tl.constexpr(4)  # the index into `counts_ptr` of the step's number of rows
 # Bytes of a thread's registers that ptxas may spill. For some vocabularies it spills a row's parameters, which are read
 # once.
 STACK_BYTES = 32
@@ -27,6 +28,22 @@ CHANGED_BY = {
 @triton.jit
 def has_list(starts_ptr, row):  # type: ignore[no-untyped-def]
     return tl.load(starts_ptr + row) < tl.load(starts_ptr + row + 1)
+
+
+# The arguments of `drafted`: the ids of the step's tokens, and which of them each row is behind, i32.
+INPUTS = dict.fromkeys(("inputs_ptr", "logits_rows_ptr"), POINTERS["int32"])
+
+
+@triton.jit
+def is_behind_draft(slots_ptr, row):  # type: ignore[no-untyped-def]
+    """Return whether the row before is of the same slot, so that the row is that of a drafted token."""
+    return tl.load(slots_ptr + row - 1, mask=row > 0, other=-1) == tl.load(slots_ptr + row)
+
+
+@triton.jit
+def drafted(inputs_ptr, logits_rows_ptr, row):  # type: ignore[no-untyped-def]
+    """Return the drafted token that a row is behind."""
+    return tl.load(inputs_ptr + tl.load(logits_rows_ptr + row))
 
 
 @triton.jit

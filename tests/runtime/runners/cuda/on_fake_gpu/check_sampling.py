@@ -1,15 +1,14 @@
 """Sampling as the runner launches it: the reference's choices from the same logits, and its log-probabilities."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_gpu import Pair, opened
+from fake_gpu import Pair, opened, sampled
 from lowered import make_plan
 
 from inferc.arena import mask_words
-from inferc.runtime.step.plan import I32, SampleRows, StepPlan, TokenLists
+from inferc.runtime.step.plan import I32, StepPlan, TokenLists
 
 PROMPT = [5, 7, 11, 13]
 
@@ -18,21 +17,6 @@ PROMPT = [5, 7, 11, 13]
 def llama() -> Iterator[Pair]:
     with opened("llama") as made:
         yield made
-
-
-def sampled(plan: StepPlan, **changes: object) -> StepPlan:
-    rows = len(plan.logits_rows)
-    arrays = {
-        name: value if isinstance(value, TokenLists) else np.broadcast_to(np.asarray(value), (rows,)).copy()
-        for name, value in changes.items()
-    }
-    greedy = SampleRows.greedy(plan.seq_slots)
-    fields = {
-        name: value if isinstance(value, TokenLists) else value.astype(getattr(greedy, name).dtype)
-        for name, value in arrays.items()
-    }
-    plan.sample = replace(greedy, **fields)  # type: ignore[arg-type]
-    return plan
 
 
 def decode(llama: Pair, steps: int, **changes: object) -> None:
