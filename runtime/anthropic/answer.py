@@ -29,8 +29,14 @@ KINDS = {
 }
 
 
+# Clients send thoughts back with the signature that they came with. Nothing is signed here, and none is checked.
+SIGNATURE = "unsigned"
+# By the type of a block, the name of its text and the type of the deltas that have a part of it.
+DELTAS = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_delta")}
+
+
 class Content:
-    """The content of an answer as it grows: its blocks, of text and of calls, and the events that tell of them.
+    """The content of an answer as it grows: its blocks, of thoughts, text and calls, and the events that tell of them.
 
     form: that of the answer's calls, if it may have any.
     """
@@ -41,13 +47,17 @@ class Content:
         self._texts: list[str] = []  # of the last block: its text, or its input as JSON
         self._is_open = False
 
-    def push(self, text: str, is_last: bool = False) -> list[Event]:
-        """Return the events of what became certain with the next text of the answer, or with its end."""
+    def push(self, text: str, is_last: bool = False, reasoning: str = "") -> list[Event]:
+        """Return the events of what became certain with the next text of the answer, or with its end.
+
+        reasoning: what stands before the text.
+        """
         reader = self._reader
+        before = list(self._written("thinking", reasoning)) if reasoning else []
         parts: list[str | CallPart] = [text] if text else []
         if reader is not None:
             parts = [*reader.push(text), *(reader.finish() if is_last else [])]
-        events = [event for part in parts for event in self._of(part)]
+        events = [*before, *(event for part in parts for event in self._of(part))]
         return [*events, *self._end()] if is_last else events
 
     @property
@@ -63,14 +73,20 @@ class Content:
 
     def _of(self, part: str | CallPart) -> Iterator[Event]:
         if isinstance(part, str):
-            if not self._is_open or self._blocks[-1]["type"] != "text":
-                yield from self._begin({"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": part}, part)
+            yield from self._written("text", part)
             return
         if part.name is not None:
             yield from self._begin({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
         if part.arguments:
             yield self._delta({"type": "input_json_delta", "partial_json": part.arguments}, part.arguments)
+
+    def _written(self, kind: str, text: str) -> Iterator[Event]:
+        """Yield the events of text for a block of a type that has text."""
+        name, delta = DELTAS[kind]
+        if not self._is_open or self._blocks[-1]["type"] != kind:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            yield from self._begin({"type": kind, name: "", **signature})
+        yield self._delta({"type": delta, name: text}, text)
 
     def _begin(self, block: dict[str, Any]) -> Iterator[Event]:
         yield from self._end()
@@ -87,8 +103,12 @@ class Content:
         if not self._is_open:
             return
         block, text = self._blocks[-1], "".join(self._texts)
-        whole = {"text": text} if block["type"] == "text" else {"input": msgspec.Raw(text.encode())}
-        self._blocks[-1] = {**block, **whole}
+        if block["type"] == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE}, "")
+            self._blocks[-1] = {**block, "thinking": text, "signature": SIGNATURE}
+        else:
+            whole = {"text": text} if block["type"] == "text" else {"input": msgspec.Raw(text.encode())}
+            self._blocks[-1] = {**block, **whole}
         self._is_open = False
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
@@ -125,13 +145,15 @@ def message(
     }
 
 
-def usage_body(usage: Usage) -> dict[str, int]:
+def usage_body(usage: Usage) -> dict[str, Any]:
     """Return a usage as Anthropic's object, whose input tokens are those that were not found in a cache."""
+    count = usage.reasoning_tokens
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.output_tokens,
+        **({} if count is None else {"output_tokens_details": {"thinking_tokens": count}}),
     }
 
 

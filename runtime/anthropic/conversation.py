@@ -56,8 +56,12 @@ def _add(turn: Message, found: list[Message]) -> None:
     if last.get("role") != turn["role"] or turn["role"] == "tool" or "tool_calls" in last:
         found.append(turn)
         return
-    texts = [each["content"] for each in (last, turn) if each["content"]]
-    found[-1] = {**last, **turn, "content": GAP.join(texts)}
+    joined: Message = {
+        name: GAP.join(each[name] for each in (last, turn) if each.get(name))
+        for name in ("content", "reasoning_content")
+        if name in last or name in turn
+    }
+    found[-1] = {**last, **turn, **joined}
 
 
 def _turns(where: str, message: Any) -> list[Message]:
@@ -135,6 +139,8 @@ def _blocks(where: str, content: Any, kinds: tuple[str, ...]) -> list[tuple[str,
 
 def _block(where: str, block: Any, kinds: tuple[str, ...]) -> Mapping[str, Any]:
     kind = block.get("type") if isinstance(block, Mapping) else block
+    if kind == "redacted_thinking":
+        raise RequestError(f"{where}: redacted_thinking was encrypted by another server; leave the block out")
     if not isinstance(block, Mapping) or kind not in kinds:
         raise RequestError(f"{where}: expected a block of type {' or '.join(kinds)}, found {shown(kind)}")
     for name, value in block.items():

@@ -33,7 +33,7 @@ MESSAGE: Fields = {
     "metadata": Field(OBJECT, "user_id, a text; it changes nothing."),
     "tools": Field(LIST, "Each has a name, a description and an input_schema."),
     "tool_choice": Field(OBJECT, "type auto, any, tool (with a name) or none; disable_parallel_tool_use."),
-    "thinking": Field(OBJECT, "type disabled."),
+    "thinking": Field(OBJECT, "type enabled (with budget_tokens), adaptive or disabled; display."),
     "output_config": Field(OBJECT, "format, a JSON Schema for the answer; effort, a variable of the model's template."),
 }
 COUNT: Fields = {**MESSAGE, "max_tokens": replace(MESSAGE["max_tokens"], is_required=False)}

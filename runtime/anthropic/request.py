@@ -11,6 +11,7 @@ from inferc.runtime.anthropic.conversation import conversation_of
 from inferc.runtime.anthropic.fields import BESIDE, COUNT, FIXED, IGNORED, MESSAGE, OTHERWISE
 from inferc.runtime.openai import request as openai_request
 from inferc.runtime.openai.fields import check_fields
+from inferc.runtime.openai.reasoning import MAX_LIMIT, Thinking, limit_of, shown_of
 from inferc.runtime.openai.request import (
     OpenAIRequest,
     chat_request,
@@ -20,9 +21,11 @@ from inferc.runtime.openai.request import (
 )
 from inferc.runtime.openai.response_format import of_format
 from inferc.runtime.openai.unknown_fields import warnings_of
+from inferc.runtime.step.sampling_params import check_integer
 from inferc.runtime.tools.tools import Choice, Tools, checked_functions, named
 
 MESSAGES_URL, COUNT_URL = "/v1/messages", "/v1/messages/count_tokens"
+THINKING = ("enabled", "adaptive", "disabled")
 CHOICES: dict[str, Choice] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 # Fields of a tool beside those that the model sees. That its input is held to the schema, and comes as it is written,
 # needs no asking for.
@@ -53,7 +56,7 @@ def parse_messages(
     for name, known in INNER.items():
         _check_inner(name, body.get(name) or {}, known)
     config = body.get("output_config") or {}
-    sampling = sampling_of({**body, "tool_choice": None}, is_served=True, takes_tools=True)
+    sampling = sampling_of({**body, "tool_choice": None}, is_served=True, takes_tools=True, takes_reasoning=True)
     sampling["max_tokens"] = body.get("max_tokens")
     if body.get("stop_sequences"):
         sampling["stop"] = body["stop_sequences"]
@@ -62,8 +65,37 @@ def parse_messages(
     tools = _tools(body)
     said = {**body, "reasoning_effort": config.get("effort") or body.get("reasoning_effort")}
     request = with_tools(chat_request(said, conversation_of(body), sampling, True, defaults or {}), tools)
-    warnings = warnings_of(body, MESSAGE, BESIDE, FIXED, IGNORED, openai_request.FIXED)
-    return replace(request, warnings=warnings, generates=not counts)
+    return replace(
+        _with_thinking(request, body),
+        warnings=warnings_of(body, MESSAGE, BESIDE, FIXED, IGNORED, openai_request.FIXED),
+        generates=not counts,
+    )
+
+
+def _with_thinking(request: OpenAIRequest, body: Mapping[str, Any]) -> OpenAIRequest:
+    """Return the request with the reasoning that a body asks for; without asking, an answer shows none."""
+    config, limit, shown_where = body.get("thinking") or {}, limit_of(body), shown_of(body)
+    thinking = _thinking(config) if config else None
+    if thinking is not None and thinking.budget is not None and limit not in (None, thinking.budget):
+        raise RequestError(f"thinking.budget_tokens is {thinking.budget} and another limit is {limit}; leave one out")
+    is_wanted = thinking is not None and thinking.is_on and config.get("display") != "omitted"
+    if shown_where == "apart" and not is_wanted and not body.get("include_reasoning"):
+        shown_where = "left_out"
+    return replace(request, reasoning=shown_where, max_reasoning_tokens=limit, thinking=thinking)
+
+
+def _thinking(config: Mapping[str, Any]) -> Thinking:
+    kind, budget, display = config.get("type"), config.get("budget_tokens"), config.get("display")
+    if kind not in THINKING:
+        expected = nearest(kind, THINKING) if isinstance(kind, str) else f"expected one of {', '.join(THINKING)}"
+        raise RequestError(f"thinking.type is {shown(kind)}; {expected}")
+    if display not in (None, "summarized", "omitted"):
+        raise RequestError(f"thinking.display is {shown(display)}; expected summarized or omitted")
+    if kind == "enabled":
+        check_integer("thinking.budget_tokens", budget, 1, MAX_LIMIT, "send adaptive for no limit")
+    elif budget is not None:
+        raise RequestError(f"thinking.budget_tokens is {shown(budget)}, and the type is {kind}; send type enabled")
+    return Thinking(kind != "disabled", budget)
 
 
 def _check_inner(name: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -74,8 +106,6 @@ def _check_inner(name: str, value: Mapping[str, Any], known: tuple[str, ...]) ->
     for inner in ("user_id", "effort"):
         if value.get(inner) is not None and not isinstance(value[inner], str):
             raise RequestError(f"{name}.{inner}: expected a text, found {shown(value[inner])}")
-    if name == "thinking" and value and value.get("type") != "disabled":
-        raise RequestError(f"thinking.type is {shown(value.get('type'))}, which is not built yet; send disabled")
 
 
 def _tools(body: Mapping[str, Any]) -> Tools | None:

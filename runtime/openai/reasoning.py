@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from inferc.errors import RequestError, shown
@@ -16,6 +17,17 @@ LIMITS = ("max_reasoning_tokens", "thinking_token_budget")  # the second is vLLM
 MAX_LIMIT = 2**31 - 1
 # The names under which clients read it: DeepSeek's and SGLang's, then vLLM's and OpenRouter's.
 NAMES = REASONING
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The reasoning that a client asks for or rules out, whether or not the model can do so (Anthropic's `thinking`).
+
+    budget: after so many tokens it ends, if its end can be forced.
+    """
+
+    is_on: bool
+    budget: int | None = None
 
 
 def shown_of(body: Mapping[str, Any]) -> Shown:

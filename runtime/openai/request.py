@@ -16,7 +16,7 @@ from inferc.errors import RequestError, shown
 from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.fields import NOTHING, check_fields
 from inferc.runtime.openai.messages import messages_of
-from inferc.runtime.openai.reasoning import LIMITS, Shown, limit_of, shown_of
+from inferc.runtime.openai.reasoning import LIMITS, Shown, Thinking, limit_of, shown_of
 from inferc.runtime.openai.response_format import form_of
 from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.sampling_params import (
@@ -120,7 +120,7 @@ class OpenAIRequest:
     - template: variables of the chat template.
     - tools: what the answer may call; None if nothing.
     - reasoning: where the answer shows its reasoning; None: it is not told from the text. max_reasoning_tokens: after
-      so many tokens it ends.
+      so many tokens it ends. thinking: what is asked for as far as the model can do it.
     - stream: the answer comes in parts, as stream_options say.
     - warnings: what of the body was ignored.
     """
@@ -136,6 +136,7 @@ class OpenAIRequest:
     tools: Tools | None = None
     reasoning: Shown | None = None
     max_reasoning_tokens: int | None = None
+    thinking: Thinking | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     warnings: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.tools.tools import held
 from inferc.serve.answering.entry_limits import check_likely, check_prompt_entries
 from inferc.serve.answering.logprobs_json import PromptJson, prompt_json
-from inferc.serve.answering.reasoning import ReasoningApart, with_effort
+from inferc.serve.answering.reasoning import ReasoningApart, as_the_model_can
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.served_model import TEXTS_AT_ONCE, ServedModel
 from inferc.serve.models.streams import Delta, Stream
@@ -38,13 +38,13 @@ class Answering:
     def __init__(self, model: ServedModel, request: OpenAIRequest, request_id: str = "") -> None:
         """Check that the request may be taken now; raises the same errors as AsyncEngine.check_open."""
         self.model = model
-        self.request = request if request.reasoning is None else with_effort(request, model.engine.text)
+        self.request = request if request.reasoning is None else as_the_model_can(request, model.engine.text)
         # What is streamed cannot be chosen from: the engine refuses it.
         params = request.params if request.stream else computed(request.params)
         # calls: the form of the answer's calls, if it may have any
         self.params, self.calls = held(params, request.tools, lambda: model.engine.text.check_calls())
         self._apart: ReasoningApart | None = None  # tells reasoning from text, if the model's answers may have any
-        if request.max_reasoning_tokens is not None:
+        if self.request.max_reasoning_tokens is not None:
             model.engine.text.check_reasoning()
         self._request_id = request_id
         self._news = asyncio.Event()

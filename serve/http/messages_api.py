@@ -19,6 +19,7 @@ from inferc.runtime.openai.answer import Answer
 from inferc.runtime.openai.request import model_of
 from inferc.runtime.step.sampling_params import of_chat
 from inferc.serve.answering.answering import Answering
+from inferc.serve.answering.reasoning import as_the_model_can
 from inferc.serve.http.answers import STREAMED, Json, answered
 from inferc.serve.http.bodies import described, read_body
 from inferc.serve.http.edge import while_client_waits
@@ -51,6 +52,7 @@ def messages_routes(models: Models) -> APIRouter:
         request = await body.read_as(partial(parse_messages, counts=True))
         if request.tools is not None:
             model.engine.text.check_calls()
+        request = as_the_model_can(request, model.engine.text)
         (messages,) = request.prompts
         http.scope["started"]()
         async with while_client_waits(http.receive):
@@ -90,7 +92,7 @@ class _MessageForm:
     def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]:
         (output,) = answers[0].outputs
         request, content = answering.request, Content(answering.calls)
-        content.push(output.text, is_last=True)
+        content.push(output.text, is_last=True, reasoning="".join(answers[0].reasoning))
         stop = stop_of(request, output.finish_reason, output.stop, content.has_calls)
         return message(self.name, self.model, answers[0].usage, content.blocks, stop, request.warnings)
 
@@ -105,7 +107,7 @@ class _MessageForm:
                     if not has_begun:
                         empty = message(self.name, self.model, usage, warnings=request.warnings)
                         events.append({"type": "message_start", "message": empty})
-                    events += content.push(delta.text, delta.finish_reason is not None)
+                    events += content.push(delta.text, delta.finish_reason is not None, delta.reasoning)
                     if delta.finish_reason is not None:
                         stop = stop_of(request, delta.finish_reason, delta.stop, content.has_calls)
                         events.append({"type": "message_delta", "delta": stop, "usage": usage_body(usage)})

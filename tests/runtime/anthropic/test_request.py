@@ -9,6 +9,7 @@ import pytest
 
 from inferc.errors import RequestError
 from inferc.runtime.anthropic.request import parse_messages
+from inferc.runtime.openai.reasoning import Shown, Thinking
 from inferc.runtime.openai.request import CHAT, parse_request
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -58,7 +59,7 @@ def test_a_message_is_the_answer_to_a_chat() -> None:
         is_served=True,
     )
     found = parse_messages(body)
-    assert found == replace(chat, reasoning=None) and found.params == chat.params
+    assert found == replace(chat, reasoning="left_out", thinking=Thinking(is_on=False)) and found.params == chat.params
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,31 @@ def test_messages_of_one_role_that_follow_one_another_are_one() -> None:
     assert len(found[1]["tool_calls"]) == 1 and "tool_calls" not in found[2]
 
 
+def test_thoughts_of_messages_that_are_one_are_joined() -> None:
+    thoughts = [{"type": "thinking", "thinking": text, "signature": "x"} for text in ("a", "b", "c")]
+    said = {"type": "text", "text": "A"}
+    turns = [{"role": "assistant", "content": [*thoughts[:2], said]}, {"role": "assistant", "content": [thoughts[2]]}]
+    assert messages([*HI, *turns, *HI])[1] == {"role": "assistant", "content": "A", "reasoning_content": "ab\n\nc"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reasoning", "thinking"),
+    [
+        ({}, "left_out", None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "apart", Thinking(is_on=True, budget=9)),
+        ({"thinking": {"type": "adaptive", "display": "summarized"}}, "apart", Thinking(is_on=True)),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "left_out", Thinking(is_on=True)),
+        ({"thinking": {"type": "disabled"}}, "left_out", Thinking(is_on=False)),
+        ({"include_reasoning": True}, "apart", None),
+        ({"thinking": {"type": "adaptive"}, "include_reasoning": False}, "left_out", Thinking(is_on=True)),
+        ({"separate_reasoning": False}, "in_text", None),
+    ],
+)
+def test_reasoning_is_shown_to_who_asks_for_it(change: Any, reasoning: Shown, thinking: Thinking | None) -> None:
+    found = parse_messages({**BODY, **change})
+    assert (found.reasoning, found.thinking) == (reasoning, thinking)
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
@@ -168,7 +194,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, *HI]},
-            'found "redacted_thinking"',
+            "messages[0].content[0]: redacted_thinking was encrypted by another server",
         ),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}, *HI]},
@@ -188,10 +214,17 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"stop_sequences": "a"}, "stop_sequences: expected a list"),
         ({"n": 2}, "n is 2"),
         ({"mcp_servers": [{}]}, "mcp_servers is [{}], which is not built yet"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: expected an integer, found null"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens is 0; expected at least 1"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, "thinking.budget_tokens is 9, and the type is adapt"),
         (
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            'thinking.type is "enabled", which is not built yet',
+            {"thinking": {"type": "enabled", "budget_tokens": 9}, "max_reasoning_tokens": 8},
+            "thinking.budget_tokens is 9 and another limit is 8; leave one out",
         ),
+        ({"thinking": {"type": "between_tools"}}, 'thinking.type is "between_tools"; known: enabled, adaptive, disab'),
+        ({"thinking": {"type": 3}}, "thinking.type is 3; expected one of enabled, adaptive, disabled"),
+        ({"thinking": {"type": "adaptive", "display": "full"}}, 'thinking.display is "full"; expected summarized or o'),
+        ({"thinking": {"type": "adaptive", "effort": "low"}}, 'thinking.effort is "low", which is not built yet'),
         ({"metadata": {"user_id": 3}}, "metadata.user_id: expected a text"),
         ({"output_config": {"task_budget": 3}}, "output_config.task_budget is 3"),
         ({"output_config": {"format": {"type": "xml"}}}, 'output_config.format.type is "xml"'),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from clients import run_client
 from command_line import run_inferc
 from http_calls import Reply, request
+from message_events import events, put_together
 from serving import Server
 from tool_models import TOOLS, WEATHER, check_arguments
 
@@ -36,42 +36,6 @@ SAMPLED: dict[str, Any] = {
     "temperature": 1,
     "seed": 5,
 }
-
-
-def events(body: bytes) -> list[dict[str, Any]]:
-    """Return the events of a stream, each of which is named as its type; nothing follows the last."""
-    found = []
-    *blocks, rest = body.decode().split("\n\n")
-    assert rest == ""
-    for block in blocks:
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
-def put_together(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message that a stream's events tell of."""
-    first, *inner, delta, last = copy.deepcopy(found)
-    assert (first["type"], delta["type"], last["type"]) == ("message_start", "message_delta", "message_stop")
-    message, written = first["message"], ""
-    assert (message["content"], message["stop_reason"], message["stop_sequence"]) == ([], None, None)
-    is_open = False
-    for event in inner:
-        if event["type"] == "content_block_start":
-            assert not is_open and event["index"] == len(message["content"])
-            message["content"].append(event["content_block"])
-            is_open, written = True, ""
-        elif event["type"] == "content_block_delta":
-            assert is_open and event["index"] == len(message["content"]) - 1
-            kinds = {"text_delta": "text", "input_json_delta": "partial_json"}
-            written += event["delta"][kinds[event["delta"]["type"]]]
-        else:
-            assert event == {"type": "content_block_stop", "index": len(message["content"]) - 1} and is_open
-            block, is_open = message["content"][-1], False
-            block.update({"text": written} if block["type"] == "text" else {"input": json.loads(written)})
-    assert not is_open
-    return {**message, **delta["delta"], "usage": delta["usage"]}
 
 
 def error(reply: Reply) -> dict[str, Any]:
