@@ -1,4 +1,4 @@
-"""The input of OpenAI's Responses API, messages and calls of tools, as the messages of a chat."""
+"""The input of OpenAI's Responses API, messages, reasoning and calls of tools, as the messages of a chat."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from inferc.errors import RequestError, shown
 ROLES = ("user", "assistant", "system", "developer")
 OF_A_MESSAGE = ("type", "role", "content", "id", "status", "phase")
 PARTS = ("input_text", "output_text")
+THOUGHTS = ("reasoning_text", "summary_text")
 # The fields of items that are calls of tools and their results; `id` and `status` are those of an answer's items.
 OF_A_CALL = ("type", "call_id", "name", "arguments", "id", "status")
+OF_REASONING = ("type", "content", "summary", "id", "status")
 OF_A_RESULT = ("type", "call_id", "output", "id", "status")
 
 
@@ -38,11 +40,16 @@ def _message(where: str, item: Any) -> dict[str, Any]:
     kind = item.get("type") or "message"
     if kind == "item_reference":
         raise RequestError(f"{where}: it refers to an item that was stored, and nothing is stored here; send the item")
-    known = {"message": OF_A_MESSAGE, "function_call": OF_A_CALL, "function_call_output": OF_A_RESULT}
+    known = {
+        "message": OF_A_MESSAGE,
+        "function_call": OF_A_CALL,
+        "function_call_output": OF_A_RESULT,
+        "reasoning": OF_REASONING,
+    }
     if not isinstance(kind, str) or kind not in known:
         raise RequestError(
-            f"{where}: items of type {shown(kind)} are not built yet; send messages, calls of functions and their"
-            " outputs"
+            f"{where}: items of type {shown(kind)} are not built yet; send messages, reasoning, calls of functions and"
+            " their outputs"
         )
     for name, value in item.items():
         if name not in known[kind] and value:
@@ -57,6 +64,10 @@ def _message(where: str, item: Any) -> dict[str, Any]:
             "tool_call_id": _named(where, item, "call_id"),
             "content": _text(f"{where}.output", item.get("output")),
         }
+    if kind == "reasoning":
+        name = "content" if item.get("content") else "summary"
+        thought = _text(f"{where}.{name}", item.get(name) or [], THOUGHTS)
+        return {"role": "assistant", "content": None, "reasoning_content": thought}
     role = item.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}: its role is {shown(role)}; expected one of {', '.join(ROLES)}")
@@ -67,12 +78,22 @@ def _message(where: str, item: Any) -> dict[str, Any]:
 
 
 def _add(message: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-    """Add a message to a conversation; a call of a tool goes on with what the assistant said or called before it."""
+    """Add a message to a conversation.
+
+    A call of a tool goes on with what the assistant said or called before it, and reasoning stands before all of that.
+    """
     last = messages[-1] if messages else {}
     if "tool_calls" in message and last.get("role") == "assistant":
         messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), *message["tool_calls"]]}
-    else:
+    elif message["role"] == "assistant" and _is_thought(last):
+        thoughts = [each["reasoning_content"] for each in (last, message) if each.get("reasoning_content")]
+        messages[-1] = {**message, "reasoning_content": "\n\n".join(thoughts)}
+    elif message.get("reasoning_content") != "":
         messages.append(message)
+
+
+def _is_thought(message: Mapping[str, Any]) -> bool:
+    return "reasoning_content" in message and message["content"] is None and "tool_calls" not in message
 
 
 def _named(where: str, item: Mapping[str, Any], name: str) -> str:
@@ -81,16 +102,16 @@ def _named(where: str, item: Mapping[str, Any], name: str) -> str:
     return text
 
 
-def _text(where: str, content: Any) -> str:
+def _text(where: str, content: Any, types: tuple[str, ...] = PARTS) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError(f"{where}: expected a text or a list of parts, found {shown(content)}")
     texts = []
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") not in PARTS:
+        if not isinstance(part, Mapping) or part.get("type") not in types:
             found = part.get("type") if isinstance(part, Mapping) else part
-            raise RequestError(f"{where}: this model takes {' and '.join(PARTS)} only, found {shown(found)}")
+            raise RequestError(f"{where}: this model takes {' and '.join(types)} only, found {shown(found)}")
         if not isinstance(text := part.get("text"), str):
             raise RequestError(f"{where}: expected text, found {shown(text)}")
         texts.append(text)

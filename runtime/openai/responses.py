@@ -17,6 +17,7 @@ from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai import request as openai_request
 from inferc.runtime.openai.answer import Usage
 from inferc.runtime.openai.fields import NOTHING, check_fields
+from inferc.runtime.openai.reasoning import limit_of, shown_of
 from inferc.runtime.openai.request import (
     OpenAIRequest,
     chat_request,
@@ -58,9 +59,9 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "messages": NOTHING,
     "logprobs": NOTHING,
 }
-INNER_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "reasoning": {"summary": (None,), "generate_summary": (None,)},
-}
+OF_REASONING_FIXED: dict[str, tuple[Any, ...]] = {"context": (None, "auto"), "mode": (None, "standard")}
+SUMMARIES = ("summary", "generate_summary")  # the second is an older name
+SUMMARY_IGNORED = "reasoning.summary was ignored, as none is made: a reasoning item has its whole text as content"
 NO_TOOLS = msgspec.Raw(b"[]")
 OF_A_TOOL = ("type", "name", "description", "parameters", "strict")
 
@@ -97,15 +98,13 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
         if body.get(name) not in allowed:
             raise RequestError(f"{name} is {shown(body[name])}, which is not built yet; leave it out")
     check_fields(body, openai_fields.BESIDE_RESPONSE)
-    for name, inner in INNER_FIXED.items():
-        _check_inner(name, body.get(name), inner)
     _check_texts(body)
     limit = body.get("max_output_tokens")
     if limit is not None:
         check_integer("max_output_tokens", limit, 1, 2**31 - 1)
     messages, top = input_messages(body), body.get("top_logprobs") or 0
     wants_logprobs = _wants_logprobs(body)
-    sampling = sampling_of({**body, "tool_choice": None}, is_served=True, takes_tools=True)
+    sampling = sampling_of({**body, "tool_choice": None}, is_served=True, takes_tools=True, takes_reasoning=True)
     named = body.get("max_completion_tokens") if limit is None else limit
     sampling["max_tokens"] = max_tokens_of(named, body.get("max_tokens"))
     if wants_logprobs:
@@ -117,13 +116,10 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
     if wants_logprobs and tools is not None and tools.choice != "none":
         raise RequestError(f"include: {LOGPROBS} is not built beside tools that may be called; leave one of them out")
     chat = with_tools(chat_request({**body, **_effort(body)}, messages, sampling, True, defaults or {}), tools)
+    warnings = warnings_of(body, openai_fields.RESPONSE, openai_fields.BESIDE_RESPONSE, FIXED, openai_request.FIXED)
+    chat = replace(chat, reasoning=shown_of(body), max_reasoning_tokens=limit_of(body))
     return ResponseRequest(
-        replace(
-            chat,
-            warnings=warnings_of(
-                body, openai_fields.RESPONSE, openai_fields.BESIDE_RESPONSE, FIXED, openai_request.FIXED
-            ),
-        ),
+        replace(chat, warnings=(*warnings, *_summary_warnings(body))),
         body.get("instructions"),
         limit,
         body.get("metadata") or {},
@@ -195,12 +191,16 @@ def _check_texts(body: Mapping[str, Any]) -> None:
     check_text("instructions", body.get("instructions") or "")
 
 
-def _check_inner(name: str, value: Mapping[str, Any] | None, allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    if value is None:
-        return
-    for inner, values in allowed.items():
-        if value.get(inner) not in values:
-            raise RequestError(f"{name}.{inner} is {shown(value[inner])}, which is not built yet; leave it out")
+def _summary_warnings(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the warning for a body that asks for a summary of reasoning; or raise RequestError."""
+    asked = body.get("reasoning") or {}
+    for name, allowed in OF_REASONING_FIXED.items():
+        if asked.get(name) not in allowed:
+            raise RequestError(f"reasoning.{name} is {shown(asked[name])}, which is not built yet; leave it out")
+    for name in SUMMARIES:
+        if asked.get(name) not in (None, "auto", "concise", "detailed"):
+            raise RequestError(f"reasoning.{name} is {shown(asked[name])}; expected auto, concise or detailed")
+    return (SUMMARY_IGNORED,) if any(asked.get(name) for name in SUMMARIES) else ()
 
 
 def _wants_logprobs(body: Mapping[str, Any]) -> bool:
@@ -282,6 +282,6 @@ def response_usage(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
     }

@@ -125,29 +125,37 @@ def _common(text: str, beginning: str) -> int:
 class ReasoningCount:
     """The number of tokens of an answer's reasoning, without those of its markers, however the answer comes in parts.
 
-    opening, closing: the bytes of the markers. spelled: returns a token's.
+    opening, closing: the bytes of the markers. spelled: returns a token's. `count` is that number, `num_before` that of
+    all tokens before the text behind the reasoning, and `is_over` whether it stays.
     """
 
     def __init__(self, opening: bytes, closing: bytes, state: State, spelled: Callable[[int], bytes]) -> None:
         self._opening, self._closing, self._spelled, self._state = opening, closing, spelled, state
         self._written = b""  # at the beginning, or of the last tokens
         self._lengths: deque[int] = deque()  # of the tokens that `_written` has
-        self.count = 0
+        self._num_read = 0
+        self.count = self.num_before = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._state == "over"
 
     def push(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
             if self._state == "over":
                 return
+            self._num_read += 1
             data = self._spelled(token)
             self._written += data
             if self._state == "may_begin":
                 begun = self._written.lstrip()
                 if begun.startswith(self._opening):
-                    self._state, self._written = "begun", b""
+                    self._state, self._written, self.num_before = "begun", b"", self._num_read
                 elif not self._opening.startswith(begun):
                     self._state = "over"
                 continue
             self.count += 1
+            self.num_before = self._num_read
             self._lengths.append(len(data))
             if (at := self._written.find(self._closing)) >= 0:
                 self._state = "over"

@@ -137,6 +137,15 @@ class Answering:
         """Return the usage so far of one prompt; count: its number of output tokens."""
         return Usage(self._prompts[number].num_tokens, self._num_cached(number), count, self._num_reasoning)
 
+    def num_before(self, index: int, is_whole: bool = False) -> int | None:
+        """Return how many tokens of a choice stand before its text, as ReasoningApart does."""
+        return 0 if self._apart is None else self._apart.num_before(index, is_whole)
+
+    @property
+    def may_reason(self) -> bool:
+        """True if an answer may show reasoning apart from its text."""
+        return self._apart is not None and self.request.reasoning == "apart"
+
     def num_likely(self, delta: Delta) -> int:
         """Return how many tokens and likely tokens a delta has log probabilities of."""
         return len(delta.logprobs) * (1 + (self.params.logprobs or 0))

@@ -81,6 +81,13 @@ class ReasoningApart:
         """The number of tokens of all choices' reasoning so far."""
         return sum(each.count for each in self._counts.values())
 
+    def num_before(self, index: int, is_whole: bool = False) -> int | None:
+        """Return how many tokens of a choice stand before its text, None if more may come; is_whole: none will."""
+        if self._shown == "in_text" or index not in self._counts:
+            return 0
+        count = self._counts[index]
+        return count.num_before if is_whole or count.is_over else None
+
     def of(self, index: int, delta: Delta) -> Delta:
         """Return a delta of choice `index` with its reasoning apart, as the request wants to see it."""
         if index not in self._counts:

@@ -1,12 +1,12 @@
-"""The routes of OpenAI's Responses API over the models of a server, for text and calls of tools, without storage."""
+"""The routes of OpenAI's Responses API over a server's models: text, reasoning, calls of tools, without storage."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from inferc.runtime.openai.responses import (
     parse_response_request,
     status_of,
 )
+from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import of_chat
 from inferc.serve.answering.answering import MANY_ENTRIES, Answering, Growing
 from inferc.serve.answering.logprobs_json import chat_lists
@@ -78,7 +79,7 @@ class _ResponseForm:
             f"resp_{self.name}",
             self.created,
             self.model,
-            self.request,
+            replace(self.request, chat=answering.request),
             float(params.temperature),
             float(params.top_p),
         )
@@ -86,13 +87,14 @@ class _ResponseForm:
     def whole(self, answering: Answering, answers: list[Answer]) -> dict[str, Any]:
         (output,) = answers[0].outputs
         status = status_of(output)
-        items = whole_items(self.name, answering.calls, output.text, status, _logprobs(output, answering))
+        rows, thought = _logprobs(output, answering), "".join(answers[0].reasoning)
+        items = whole_items(self.name, answering.calls, output.text, status, rows, thought)
         return self._head(answering).response(status, items, _usage(output, answering))
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
         """Yield the events of the stream; an error before the first is raised, a later one is the event `failed`."""
-        head, output, items = self._head(answering), Growing(0), Items(self.name, answering.calls)
-        events = _Events()
+        head, output = self._head(answering), Growing(0)
+        items, events, rows = Items(self.name, answering.calls, answering.may_reason), _Events(), _TextRows(answering)
         begun, num_entries = b"", 0
         try:
             async with aclosing(answering.deltas()) as deltas:
@@ -102,9 +104,9 @@ class _ResponseForm:
                     begin = b"" if begun else _begin(events, head, items)
                     begun = begun or begin
                     output.add(piece)
-                    rows = chat_logprobs(piece.logprobs, answering.token)["content"]
                     is_last = piece.finish_reason is not None
-                    if data := begin + events.all(items.push(piece.text, is_last, rows)):
+                    listed = chat_logprobs(rows.of(piece.logprobs, is_last), answering.token)["content"]
+                    if data := begin + events.all(items.push(piece.text, is_last, listed, piece.reasoning)):
                         yield data
             ends = _ends(events, head, items, output.so_far(), answering)
             while data := await _made(partial(next, ends, b""), num_entries):
@@ -137,6 +139,26 @@ class _Events:
         return b"".join(self.of(kind, **fields) for kind, fields in events)
 
 
+class _TextRows:
+    """The log probabilities of the tokens of an answer's text, without those of the reasoning before it."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._num_before = 0  # the tokens that were told or left out
+        self._held: list[Logprobs] = []
+
+    def of(self, rows: Sequence[Logprobs], is_last: bool) -> list[Logprobs]:
+        """Return those that can be told with the next rows; is_last: no more follow."""
+        self._held += rows
+        begins = self._answering.num_before(0, is_last)
+        if begins is None:
+            return []
+        found = self._held[max(0, begins - self._num_before) :]
+        self._num_before += len(self._held)
+        self._held = []
+        return found
+
+
 def _begin(events: _Events, head: ResponseHead, items: Items) -> bytes:
     response = head.response("in_progress")
     first = [(f"response.{kind}", {"response": response}) for kind in ("created", "in_progress")]
@@ -144,8 +166,9 @@ def _begin(events: _Events, head: ResponseHead, items: Items) -> bytes:
 
 
 def _logprobs(output: CompletionOutput, answering: Answering) -> msgspec.Raw:
-    """Return the log probabilities of an answer's tokens as JSON, which is encoded in parts."""
-    found: msgspec.Raw = chat_lists(output.logprobs or (), answering.token)["content"]
+    """Return the log probabilities of the tokens of an answer's text as JSON, which is encoded in parts."""
+    rows = (output.logprobs or [])[answering.num_before(0, is_whole=True) :]
+    found: msgspec.Raw = chat_lists(rows, answering.token)["content"]
     return found
 
 

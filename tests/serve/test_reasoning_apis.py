@@ -15,6 +15,7 @@ from serving import Server
 from thinking import BEGUN, MAY_BEGIN
 from thinking_server import CHAT, HI, SAMPLED, SCHEMA, Thinking, serve
 
+from inferc.runtime.openai.responses import SUMMARY_IGNORED
 from inferc.serve.answering.reasoning import EFFORT_IGNORED, STAYS_ON, THINKING_IGNORED
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -161,3 +162,148 @@ def test_anthropics_client_reads_thoughts(free: Thinking) -> None:
     assert usage["output_tokens_details"] == {"thinking_tokens": 6}
     assert seen["streamed"] == [thought["thinking"], text["text"], thought["signature"]]
     assert seen["final"] == seen["content"] and seen["then"] == "text"
+
+
+# -------------------------------------------------------------------------------------------- responses
+
+RESPONSES = "/v1/responses"
+ASKED: dict[str, Any] = {"input": "hi", "temperature": 1, "seed": 5, "max_output_tokens": 120}
+LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+
+
+def response(url: str, **changes: Any) -> Any:
+    """Return a response, after a check that a stream tells of the same."""
+    body = {**ASKED, **changes}
+    reply = request(url, RESPONSES, body)
+    assert reply.status == 200, reply.body
+    found = reply.json
+    blocks = request(url, RESPONSES, {**body, "stream": True}).body.decode().split("\n\n")[:-1]
+    told = [json.loads(block.split("\ndata: ")[1]) for block in blocks]
+    items: list[dict[str, Any]] = []
+    for event in told[2:-1]:
+        if event["type"] == "response.output_item.added":
+            assert event["output_index"] == len(items)
+            items.append(event["item"])
+        elif event["type"] == "response.content_part.added":
+            assert items[-1]["content"] == []
+            items[-1]["content"] = [event["part"]]
+        elif event["type"] in ("response.reasoning_text.delta", "response.output_text.delta"):
+            (part,) = items[-1]["content"]
+            part["text"] += event["delta"]
+            part.update({"logprobs": part["logprobs"] + event["logprobs"]} if "logprobs" in event else {})
+        elif event["type"] in ("response.reasoning_text.done", "response.output_text.done"):
+            assert event["text"] == items[-1]["content"][0]["text"]
+        elif event["type"] == "response.content_part.done":
+            assert event["part"] == items[-1]["content"][0]
+        elif event["type"] == "response.function_call_arguments.delta":
+            items[-1]["arguments"] += event["delta"]
+        elif event["type"] == "response.output_item.done":
+            items[-1]["status"] = event["item"]["status"]
+            assert event["item"] == items[-1]
+    last = told[-1]["response"]
+    assert last["output"] == items and told[-1]["type"] == f"response.{found['status']}"
+    for each in (*found["output"], *last["output"]):
+        each.pop("id")
+        each.pop("call_id", None)
+    for name in ("output", "status", "warnings"):
+        assert last.get(name) == found.get(name)
+    assert last["usage"]["output_tokens_details"] == found["usage"]["output_tokens_details"]
+    return found
+
+
+def thought_and(found: Any, kind: str = "message") -> tuple[str, Any]:
+    """Return the text of a response's reasoning, and its other item, of this type."""
+    reasoning, item = found["output"]
+    assert reasoning == {
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": reasoning["content"][0]["text"]}],
+        "status": "completed",
+    }
+    assert item["type"] == kind and item["status"] == "completed"
+    return reasoning["content"][0]["text"], item
+
+
+def test_reasoning_is_an_item_before_the_message(free: Thinking) -> None:
+    asked = {"max_reasoning_tokens": 6, **free.at_once}
+    found = response(free.url, text={"format": {**FORMAT, "name": "a"}}, **asked)
+    thought, item = thought_and(found)
+    form = {"type": "json_schema", "json_schema": {"schema": SCHEMA, "name": "a"}}
+    said = free.ask(response_format=form, **asked)["choices"][0]["message"]
+    assert (thought, item["content"][0]["text"]) == (said["reasoning"], said["content"])
+    assert found["usage"]["output_tokens_details"] == {"reasoning_tokens": 6} and found["status"] == "completed"
+
+
+def test_log_probabilities_are_those_of_the_text(free: Thinking, begun: Thinking) -> None:
+    """In a stream they come with the text, however late it is known to be text."""
+    form = {"text": {"format": {**FORMAT, "name": "a"}}}
+    for thinking, extra in ((free, {"max_reasoning_tokens": 6, **free.at_once}), (begun, begun.briefly)):
+        _, item = thought_and(response(thinking.url, **form, **LOGPROBS, **extra))
+        (part,) = item["content"]
+        spelled = b"".join(bytes(row["bytes"]) for row in part["logprobs"])
+        assert spelled.decode().strip().removesuffix("</s>") == part["text"]
+    whole = response(free.url, **LOGPROBS, reasoning={"effort": "none"}, max_output_tokens=9)
+    assert len(whole["output"][-1]["content"][0]["logprobs"]) == 9
+
+
+def test_calls_come_behind_the_item_of_reasoning(free: Thinking) -> None:
+    tools = [{"type": "function", "name": "look", "parameters": SCHEMA}]
+    asked = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    _, item = thought_and(response(free.url, max_reasoning_tokens=6, **asked, **free.at_once), "function_call")
+    assert json.loads(item["arguments"])["city"] in ("Rome", "Paris")
+
+
+def test_a_response_that_is_cut_within_reasoning_has_no_message(free: Thinking) -> None:
+    for extra in ({}, LOGPROBS):
+        found = response(free.url, max_output_tokens=9, **extra, **free.at_once)
+        assert [(item["type"], item["status"]) for item in found["output"]] == [("reasoning", "incomplete")]
+        assert found["status"] == "incomplete" and found["usage"]["output_tokens_details"] == {"reasoning_tokens": 8}
+
+
+def test_a_response_leaves_reasoning_out_on_demand(free: Thinking) -> None:
+    asked = {"max_reasoning_tokens": 6, "max_output_tokens": 30, **free.at_once}
+    _, item = response(free.url, **asked)["output"]
+    found = response(free.url, include_reasoning=False, **asked)
+    assert found["output"] == [item] and found["usage"]["output_tokens_details"] == {"reasoning_tokens": 6}
+
+
+def test_what_a_response_cannot_do_about_reasoning_is_named(free: Thinking) -> None:
+    found = response(free.url, reasoning={"effort": "low", "summary": "auto"}, max_output_tokens=3)
+    assert found["warnings"] == [SUMMARY_IGNORED, EFFORT_IGNORED]
+    found = response(free.url, reasoning={"effort": "none"}, max_output_tokens=9, **free.at_once)
+    assert "warnings" not in found and found["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+    assert [item["type"] for item in found["output"]] == ["message"]
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_the_next_input_has_the_reasoning(free: Thinking, called: bool) -> None:
+    tools = [{"type": "function", "name": "look", "parameters": SCHEMA}]
+    extra = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False} if called else {}
+    reply = request(free.url, RESPONSES, {**ASKED, "max_reasoning_tokens": 6, **extra, **free.at_once}).json
+    thought, item = reply["output"][0]["content"][0]["text"], reply["output"][1]
+    turns = [HI, *reply["output"]]
+    if called:
+        turns.append({"type": "function_call_output", "call_id": item["call_id"], "output": "sunny"})
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        said = {"content": None, "tool_calls": [{"id": item["call_id"], "type": "function", "function": function}]}
+        then = [{"role": "tool", "tool_call_id": item["call_id"], "content": "sunny"}]
+    else:
+        turns.append(HI)
+        said, then = {"content": item["content"][0]["text"]}, [HI]
+    messages = [HI, {"role": "assistant", "reasoning_content": thought, **said}, *then]
+    offered = {"tools": [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]} if called else {}
+    chat = request(free.url, CHAT, {"messages": messages, "max_tokens": 3, **offered}).json
+    found = request(
+        free.url, RESPONSES, {"input": turns, "max_output_tokens": 3, "tools": tools if called else []}
+    ).json
+    assert found["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    counted = request(free.url, COUNT, {"messages": [HI]}).json["input_tokens"]
+    assert found["usage"]["input_tokens"] > counted + 6
+
+
+@pytest.mark.slow
+def test_openais_client_reads_items_of_reasoning(free: Thinking) -> None:
+    seen = run_client("openai", "check_reasoning_items.py", free.url, "out", str(free.tokens["<think>"]))
+    assert seen["kinds"] == ["reasoning", "message"] and seen["reasoning_tokens"] == 6
+    assert seen["reasoning"] and json.loads(seen["text"])["city"] in ("Rome", "Paris")
+    assert seen["streamed"] == [seen["reasoning"], seen["text"]] and seen["again"]

@@ -249,6 +249,8 @@ class Failing:
     """A request that says something, then fails."""
 
     calls = None
+    may_reason = False
+    request = parse_response_request({"input": "a"}).chat
 
     def __init__(self, num_pieces: int, num_likely: int = 0) -> None:
         self.params = SamplingParams(temperature=0.5)
@@ -262,6 +264,9 @@ class Failing:
 
     def usage_of(self, number: int, count: int) -> Usage:
         return Usage(3, 1, count)
+
+    def num_before(self, index: int, is_whole: bool = False) -> int:
+        return 0
 
     def num_likely(self, piece: Delta) -> int:
         return self._num_likely

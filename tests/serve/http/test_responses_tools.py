@@ -10,6 +10,7 @@ from http_calls import request
 from serving import Server
 from tool_models import TOOLS, check_arguments
 
+from inferc.errors import RequestError
 from inferc.runtime.openai.responses import parse_response_request
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -176,3 +177,43 @@ def test_a_model_that_knows_no_tools_refuses_them(url: str) -> None:
     reply = request(url, RESPONSES, SAMPLED)
     assert reply.status == 400 and reply.error["param"] == "tools"
     assert "the model's chat template does not tell how it writes calls" in reply.error["message"]
+
+
+def test_wishes_about_reasoning_are_refused_by_name() -> None:
+    for asked, message in (
+        ({"summary": "long"}, 'reasoning.summary is "long"; expected auto, concise or detailed'),
+        ({"mode": "pro"}, 'reasoning.mode is "pro", which is not built yet; leave it out'),
+    ):
+        with pytest.raises(RequestError) as raised:
+            parse_response_request({"input": "hi", "reasoning": asked})
+        assert str(raised.value) == message
+
+
+def test_reasoning_of_the_input_belongs_to_what_comes_next() -> None:
+    def thought(*texts: str, **more: Any) -> dict[str, Any]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": each} for each in texts], **more}
+
+    call = {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"}
+    given = [
+        {"role": "user", "content": "hi"},
+        thought("a", "b", summary=[{"type": "summary_text", "text": "short"}]),
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "12:00"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "c"}]},
+        thought("d"),
+        {"type": "reasoning", "summary": []},
+        {"role": "assistant", "content": "Noon."},
+        thought("e"),
+    ]
+    (messages,) = parse_response_request({"input": given}).chat.prompts
+    function = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    assert messages == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "reasoning_content": "ab", "tool_calls": [function]},
+        {"role": "tool", "tool_call_id": "c", "content": "12:00"},
+        {"role": "assistant", "content": "Noon.", "reasoning_content": "c\n\nd"},
+        {"role": "assistant", "content": None, "reasoning_content": "e"},
+    ]
+    with pytest.raises(RequestError) as raised:
+        parse_response_request({"input": [thought("a", encrypted_content="x")]})
+    assert str(raised.value) == 'input[0].encrypted_content is "x", which is not built yet; leave it out'
