@@ -11,6 +11,7 @@ from inferc.chat.reasoning import ReasoningForm
 from inferc.errors import RequestError
 from inferc.runtime.grammar.vocabulary import NO_TEXT
 from inferc.runtime.reasoning.reader import ReasoningCount, ReasoningReader, State
+from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.structured_outputs import StructuredOutputs
 from inferc.runtime.text.tokenizer import Text
 
@@ -108,6 +109,22 @@ class Reasoning:
     def _marker(self, marker: str) -> dict[str, Any]:
         token = next((token for token, each in self.text.reasoning_marks.items() if each == marker), None)
         return _text(marker) if token is None else {"type": "token", "token": token}
+
+
+def reasoning_of(
+    text: Text, prompt_token_ids: Sequence[int], params: SamplingParams, max_tokens: int | None = None
+) -> tuple[Reasoning | None, SamplingParams]:
+    """Return how the reasoning of the answer to a chat is read, None for a model that has none, and its parameters.
+
+    max_tokens: after so many tokens the reasoning ends. Raises RequestError if that cannot be done.
+    """
+    if max_tokens is not None:
+        text.check_reasoning()
+    if (form := text.reasoning_form) is None:
+        return None, params
+    reasoning = Reasoning.after(text, form, prompt_token_ids)
+    reasoning, wanted = reasoning.held(params.structured_outputs, max_tokens)
+    return reasoning, params if wanted is None else replace(params, structured_outputs=wanted)
 
 
 def _sequence(*formats: dict[str, Any]) -> dict[str, Any]:

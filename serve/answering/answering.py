@@ -12,13 +12,14 @@ from inferc.errors import RequestError
 from inferc.runtime.engine.best_of import best, computed
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import Answer, EchoedPrompt, Token, Usage, prompt_offsets
+from inferc.runtime.openai.reasoning_wishes import as_the_model_can
 from inferc.runtime.openai.request import OpenAIRequest, Prompt
-from inferc.runtime.reasoning.reasoning import Reasoning
+from inferc.runtime.reasoning.reasoning import reasoning_of
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.tools.tools import held
 from inferc.serve.answering.entry_limits import check_likely, check_prompt_entries
 from inferc.serve.answering.logprobs_json import PromptJson, prompt_json
-from inferc.serve.answering.reasoning import ReasoningApart, as_the_model_can
+from inferc.serve.answering.reasoning import ReasoningApart
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.served_model import TEXTS_AT_ONCE, ServedModel
 from inferc.serve.models.streams import Delta, Stream
@@ -80,14 +81,11 @@ class Answering:
 
     def _begin_reasoning(self, ids: Sequence[Sequence[int]]) -> None:
         """Prepare to tell reasoning from text, as the prompt leaves it, and let the answer's form begin behind it."""
-        if (shown := self.request.reasoning) is None or (form := self.model.engine.text.reasoning_form) is None:
+        if (shown := self.request.reasoning) is None:
             return
-        (prompt,) = ids
-        reasoning = Reasoning.after(self.model.engine.text, form, prompt)
-        reasoning, wanted = reasoning.held(self.params.structured_outputs, self.request.max_reasoning_tokens)
-        if wanted is not None:
-            self.params = replace(self.params, structured_outputs=wanted)
-        self._apart = ReasoningApart(reasoning, shown)
+        limit = self.request.max_reasoning_tokens
+        reasoning, self.params = reasoning_of(self.model.engine.text, ids[0], self.params, limit)
+        self._apart = None if reasoning is None else ReasoningApart(reasoning, shown)
 
     def close(self) -> None:
         for stream in self._streams:

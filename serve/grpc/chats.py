@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from inferc.chat.calls import CallForm
-from inferc.errors import RequestError, shown
+from inferc.errors import RequestError, nearest, shown
+from inferc.runtime.openai.reasoning import LIMITS, Shown, limit_of
+from inferc.runtime.openai.request import template_of
 from inferc.runtime.openai.tool_calls import finish_reason
 from inferc.runtime.tools.call_reader import CallPart, CallReader
 from inferc.runtime.tools.tools import Tools, tools_of
@@ -24,32 +26,62 @@ LARGE_CHARACTERS, MAX_CHARACTERS = 1 << 14, 1 << 20
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation in the form that a chat template takes, and the tools that it offers."""
+    """A conversation in the form that a chat template takes, and the tools that it offers.
+
+    template: further variables of the template. reasoning: where the answer shows it, which ends after
+    max_reasoning_tokens.
+    """
 
     messages: list[dict[str, Any]]
     tools: Tools | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    reasoning: Shown = "apart"
+    max_reasoning_tokens: int | None = None
 
     @property
     def variables(self) -> dict[str, Any]:
         """The variables of the chat template beside the messages."""
-        return {} if self.tools is None else {"tools": self.tools.for_template}
+        return {**self.template, **({} if self.tools is None else {"tools": self.tools.for_template})}
 
 
 async def conversation_of(chat: pb.Chat) -> Conversation:
-    """Read a conversation; raise RequestError for one without messages, and for wrong tools."""
+    """Read a conversation; raise RequestError for one without messages, and for wrong fields."""
     if not chat.messages:
         raise RequestError("chat has no messages; give at least one")
+    count = sum(map(len, chat.tools))
+    for name, found in (("tools", count), ("chat_template_kwargs", len(chat.chat_template_kwargs))):
+        if found > MAX_CHARACTERS:
+            raise RequestError(f"{name}: found {found} characters, at most {MAX_CHARACTERS} are allowed; send less")
+    read, is_large = partial(_read, chat), max(count, len(chat.chat_template_kwargs)) > LARGE_CHARACTERS
+    return await in_text_thread(read) if is_large else read()
+
+
+def _read(chat: pb.Chat) -> Conversation:
     messages = [_message(each) for each in chat.messages]
-    if not chat.tools and not chat.tool_choice and not chat.tool:
-        return Conversation(messages)
-    if (count := sum(map(len, chat.tools))) > MAX_CHARACTERS:
-        raise RequestError(f"tools: they have {count} characters, at most {MAX_CHARACTERS} are allowed; send less")
-    read = partial(_tools, chat)
-    return Conversation(messages, await in_text_thread(read) if count > LARGE_CHARACTERS else read())
+    tools = _tools(chat) if chat.tools or chat.tool_choice or chat.tool else None
+    limit = chat.max_reasoning_tokens if chat.HasField("max_reasoning_tokens") else None
+    shown_where: Any = chat.reasoning or "apart"
+    if shown_where not in get_args(Shown):
+        raise RequestError(f"reasoning is {shown(shown_where)}; {nearest(shown_where, get_args(Shown))}")
+    return Conversation(
+        messages, tools, _variables(chat.chat_template_kwargs), shown_where, limit_of({LIMITS[0]: limit})
+    )
+
+
+def _variables(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        given = text
+    if not isinstance(given, dict):
+        raise RequestError(f"chat_template_kwargs: expected a JSON object, found {shown(text)}")
+    return template_of({"chat_template_kwargs": given})
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:
     found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        found["reasoning_content"] = message.reasoning
     if message.tool_calls:
         found["content"] = message.content or None
         found["tool_calls"] = [

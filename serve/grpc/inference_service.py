@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, closing
+from dataclasses import replace
 from functools import partial
 
 from inferc.errors import RequestError
 from inferc.runtime.engine.stats import EngineStats
+from inferc.runtime.openai.reasoning_wishes import template_with_effort
+from inferc.runtime.reasoning.reasoning import reasoning_of
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import changed, check_name
 from inferc.runtime.tools.tools import held
 from inferc.serve.answering.entry_limits import check_entries, check_likely
+from inferc.serve.answering.reasoning import ReasoningApart
 from inferc.serve.errors import EventsOff
 from inferc.serve.grpc import protocol
 from inferc.serve.grpc.answers import Answer, joined, slices
@@ -50,12 +54,14 @@ class InferenceService:
         answer = pb.CompleteResponse()
         outputs: dict[int, pb.Completion] = {}
         texts: dict[int, list[str]] = {}
+        thoughts: dict[int, list[str]] = {}
         calls: dict[int, list[pb.ToolCallPart]] = {}
         rows: list[Logprobs] = []
         async with aclosing(self._answers(request, is_whole=True)) as answers:
             async for response, prompt_rows in answers:
                 output = outputs.setdefault(response.index, pb.Completion())
                 texts.setdefault(response.index, []).append(response.text)
+                thoughts.setdefault(response.index, []).append(response.reasoning)
                 calls.setdefault(response.index, []).extend(response.tool_calls)
                 output.token_ids.extend(response.token_ids)
                 output.logprobs.extend(response.logprobs)
@@ -66,6 +72,7 @@ class InferenceService:
                     answer.usage.CopyFrom(response.usage)
         for index, output in outputs.items():
             output.text = "".join(texts[index])
+            output.reasoning = "".join(thoughts[index])
             output.tool_calls.extend(whole_calls(calls[index]))
         num_entries = answer.usage.output_tokens * (1 + request.sampling.logprobs) + _num_entries(rows)
         return await joined(_whole(answer, [output for _, output in sorted(outputs.items())], rows), num_entries)
@@ -88,9 +95,17 @@ class InferenceService:
         params, form = held(params, tools, lambda: engine.text.check_calls())
         calls = None if form is None else Calls(form)
         model.check_open(params)  # before the work on the prompt
+        if chat is not None:
+            if chat.max_reasoning_tokens is not None:
+                engine.text.check_reasoning()
+            chat = replace(chat, template=template_with_effort(chat.template, engine.text) or chat.template)
         prompt = await self._prompt(model, request, chat)
         if params.has_texts:
             params = await model.spelled(params)
+        apart: ReasoningApart | None = None
+        if chat is not None:
+            reasoning, params = reasoning_of(engine.text, prompt, params, chat.max_reasoning_tokens)
+            apart = None if reasoning is None else ReasoningApart(reasoning, chat.reasoning)
         rows: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):
             name = protocol.request_id(request)
@@ -100,13 +115,17 @@ class InferenceService:
         running, num_likely = params.n, 0
         # The stream is also closed when the client left or its deadline passed, which frees its KV blocks at once.
         kind: Kind = "completion" if chat is None else "chat"
-        with closing(model.open(prompt, params, protocol.request_id(request), kind=kind)) as stream:
-            async for delta in stream:
+        marks = None if apart is None else apart.marks
+        with closing(model.open(prompt, params, protocol.request_id(request), kind=kind, marks=marks)) as stream:
+            async for raw in stream:
+                delta = raw if apart is None else apart.of(raw.index, raw)
                 if is_whole:
                     num_likely += len(delta.logprobs) * (1 + (params.logprobs or 0))
                     check_likely(num_likely, [stream])
                 usage.output_tokens += len(delta.token_ids)
                 running -= delta.finish_reason is not None
+                if apart is not None:
+                    usage.reasoning_tokens = apart.num_tokens
                 usage.cached_tokens = stream.num_cached
                 usage.forgotten_tokens = sum(stream.num_forgotten.values())
                 response = _response(stream.request_id, delta, None if running else usage)
@@ -275,6 +294,7 @@ def _response(request_id: str, delta: Delta, usage: pb.Usage | None) -> pb.Gener
         request_id=request_id,
         index=delta.index,
         text=delta.text,
+        reasoning=delta.reasoning,
         token_ids=delta.token_ids,
         logprobs=protocol.logprobs(delta.logprobs) if delta.logprobs else None,
         finish_reason=protocol.FINISH_REASONS[delta.finish_reason],

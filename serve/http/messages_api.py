@@ -16,10 +16,10 @@ from fastapi import APIRouter, Request, Response
 from inferc.runtime.anthropic.answer import Content, error_body, message, stop_of, usage_body
 from inferc.runtime.anthropic.request import COUNT_URL, MESSAGES_URL, parse_messages
 from inferc.runtime.openai.answer import Answer
+from inferc.runtime.openai.reasoning_wishes import as_the_model_can
 from inferc.runtime.openai.request import model_of
 from inferc.runtime.step.sampling_params import of_chat
 from inferc.serve.answering.answering import Answering
-from inferc.serve.answering.reasoning import as_the_model_can
 from inferc.serve.http.answers import STREAMED, Json, answered
 from inferc.serve.http.bodies import described, read_body
 from inferc.serve.http.edge import while_client_waits

@@ -16,7 +16,7 @@ from serving import Server
 from thinking import BEGUN, MARKERS, MAY_BEGIN, Kind
 from thinking_server import CHAT, HI, SAMPLED, SCHEMA, Thinking, said, serve, streamed
 
-from inferc.serve.answering.reasoning import EFFORT_IGNORED
+from inferc.runtime.openai.reasoning_wishes import EFFORT_IGNORED
 
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}

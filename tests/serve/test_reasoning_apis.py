@@ -15,8 +15,8 @@ from serving import Server
 from thinking import BEGUN, MAY_BEGIN
 from thinking_server import CHAT, HI, SAMPLED, SCHEMA, Thinking, serve
 
+from inferc.runtime.openai.reasoning_wishes import EFFORT_IGNORED, STAYS_ON, THINKING_IGNORED
 from inferc.runtime.openai.responses import SUMMARY_IGNORED
-from inferc.serve.answering.reasoning import EFFORT_IGNORED, STAYS_ON, THINKING_IGNORED
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 FORMAT = {"type": "json_schema", "schema": SCHEMA}

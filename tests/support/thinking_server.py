@@ -22,12 +22,16 @@ SAMPLED: dict[str, Any] = {"messages": [HI], "temperature": 1, "seed": 5, "max_t
 
 @dataclass(frozen=True)
 class Thinking:
-    """A server of a model that reasons; tokens: the ids of its markers, or of the pieces that these have."""
+    """A server of a model that reasons; tokens: the ids of its markers, or of the pieces that these have.
+
+    address: for gRPC.
+    """
 
     url: str
     out: Path
     kind: Kind
     tokens: dict[str, int]
+    address: str = ""
 
     @property
     def briefly(self) -> dict[str, Any]:
@@ -82,4 +86,4 @@ def serve(source: Path, folder: Path, template: str, kind: Kind) -> Iterator[Thi
     tokens = make_thinking(source, folder / "model", template, kind)
     compile(folder / "model", folder / "out", CompileConfig(certify="none"))
     with Server(folder / "out") as server:
-        yield Thinking(server.url, folder / "out", kind, tokens)
+        yield Thinking(server.url, folder / "out", kind, tokens, server.address)

@@ -115,7 +115,8 @@ class Client:
 
         tap: the server keeps this request's values of the tensors that it was started to tap. prompt_logprobs: the
         first delta has the log probabilities of the prompt's tokens, with so many of the likeliest tokens for each.
-        A list of messages may go with tools, tool_choice and parallel_tool_calls, which are OpenAI's.
+        A list of messages may go with tools, tool_choice and parallel_tool_calls, which are OpenAI's, and with
+        max_reasoning_tokens, reasoning and chat_template_kwargs, which are those of Chat.
 
         Closing the iterator, or dropping it, ends the request on the server at once.
         """

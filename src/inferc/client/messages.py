@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from inferc.client.chats import OF_TOOLS, chat_of, offered
+from inferc.client.chats import OF_CHATS, OF_TOOLS, chat_of, offered
 from inferc.errors import ConfigError, InfercError, RequestError
 from inferc.runtime.step.structured_outputs import StructuredOutputs
 from inferc.runtime.tools.tools import Tools
@@ -118,17 +118,19 @@ class Delta:
     usage: pb.Usage | None = None
     prompt_logprobs: tuple[pb.TokenLogprobs, ...] = ()
     tool_calls: tuple[pb.ToolCallPart, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole output of a request; the text of its calls of tools is not in `text`."""
+    """A whole output of a request; its reasoning and its calls of tools are not in `text`."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[pb.TokenLogprobs, ...] = ()
     tool_calls: tuple[pb.ToolCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def delta(message: pb.GenerateResponse) -> Delta:
         message.usage if message.HasField("usage") else None,
         tuple(message.prompt_logprobs),
         tuple(message.tool_calls),
+        message.reasoning,
     )
 
 
@@ -160,6 +163,7 @@ def completions(answer: pb.CompleteResponse) -> list[Completion]:
             FINISH_REASONS.get(output.finish_reason, ""),
             tuple(output.logprobs),
             tuple(output.tool_calls),
+            output.reasoning,
         )
         for output in answer.outputs
     ]
@@ -168,12 +172,14 @@ def completions(answer: pb.CompleteResponse) -> list[Completion]:
 def generate_request(prompt: Prompt, model: str, **options: Any) -> pb.GenerateRequest:
     """Build a GenerateRequest; raise RequestError for invalid values.
 
-    options: the request's own fields, those of SamplingParams, and OpenAI's for the tools that a conversation offers.
+    options: the request's own fields, those of SamplingParams, those of Chat about reasoning and the template, and
+    OpenAI's for the tools that a conversation offers.
     """
     fields = {name: options.pop(name) for name in ("request_id", "tap", "prompt_logprobs") if name in options}
     tools = offered({name: options.pop(name) for name in OF_TOOLS if name in options})
+    of_chat = {name: options.pop(name) for name in OF_CHATS if name in options}
     try:
-        return pb.GenerateRequest(model=model, sampling=_sampling(options), **fields, **_prompt(prompt, tools))
+        return pb.GenerateRequest(model=model, sampling=_sampling(options), **fields, **_prompt(prompt, tools, of_chat))
     except (TypeError, ValueError) as error:  # a lone surrogate in the text, or a request_id that is not a string
         raise RequestError(f"the request cannot be sent: {error}") from None
 
@@ -233,17 +239,20 @@ def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
         raise RequestError(f"sampling: {error}") from None
 
 
-def _prompt(prompt: Prompt, tools: Tools | None = None) -> dict[str, Any]:
+def _prompt(prompt: Prompt, tools: Tools | None = None, of_chat: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the request field for a prompt; raise RequestError for what is no prompt."""
     is_chat = not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)
     if tools is not None and not is_chat:
         raise RequestError("tools: a conversation offers them; give the prompt as a list of chat messages")
+    for name, value in (of_chat or {}).items():
+        if value is not None and not is_chat:
+            raise RequestError(f"{name}: a chat has it; give the prompt as a list of chat messages")
     if isinstance(prompt, str):
         return {"text": prompt}
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise RequestError(f"a prompt is a text, a list of token ids or a list of chat messages, found {prompt!r:.80}")
     if is_chat:
-        return {"chat": chat_of(prompt, tools)}
+        return {"chat": chat_of(prompt, tools, of_chat)}
     return {"token_ids": pb.TokenIds(ids=token_ids(prompt))}
 
 

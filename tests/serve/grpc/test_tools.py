@@ -104,7 +104,7 @@ def test_what_cannot_be_asked_is_refused(client: Client, prompt: Any, options: d
     [
         (pb.Chat(tools=["{"]), "tools[0]: expected a function as a JSON object, found"),
         (pb.Chat(tools=["[" * 100_000]), "tools[0]: expected a function as a JSON object, found"),
-        (pb.Chat(tools=[" " * (1 << 20) + "{}"]), "tools: they have 1048578 characters"),
+        (pb.Chat(tools=[" " * (1 << 20) + "{}"]), "tools: found 1048578 characters"),
         (pb.Chat(tools=["5"]), "tools[0].function: expected an object with a name, found 5"),
         (pb.Chat(tools=['{"name": "f"}'], tool="g"), 'tool_choice: there is no tool "g"'),
         (pb.Chat(tools=['{"name": "f"}'], tool="f", tool_choice="none"), 'tool_choice is "none", and tool is "f"'),
