@@ -19,6 +19,7 @@ from inferc.kv_groups import (
     pools_bytes,
     pools_for_all,
     share_out,
+    shared_part,
 )
 
 LIMITS = CacheLimits(block_size=16, max_model_len=1000, max_num_seqs=2, max_num_batched_tokens=32)
@@ -50,6 +51,13 @@ def test_windows_leave_their_memory_to_the_others() -> None:
     assert share_out(groups, LIMITS, 16 * 20 * 40) == (20, 20), "with little memory all have the same"
     assert share_out(groups, LIMITS, 10**6) == (6187, 21)
     assert share_out((WINDOW,), LIMITS, 10**6) == (21,), "more than all sequences need buys nothing"
+
+
+def test_groups_of_another_model_have_as_many_blocks_of_the_same_memory() -> None:
+    both = 16 * (90 * (10 + 5) + 21 * 30)
+    part = shared_part((FULL, WINDOW), (CacheGroup(5),), LIMITS, both)
+    assert share_out((FULL, WINDOW), LIMITS, part) == (90, 21)
+    assert part + 16 * 90 * 5 == both
 
 
 def test_two_blocks_are_the_least() -> None:
