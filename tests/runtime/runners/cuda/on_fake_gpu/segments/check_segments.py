@@ -209,6 +209,7 @@ def test_what_does_not_go_with_engines_is_refused(gpu: FakeTensorRT, tmp_path: P
     assert message.startswith(f"--record {tmp_path / 'r'}: ") and message.endswith("--target cpu")
     assert "depends on what else runs, and no replay can give the same bits; leave it out" in message
     assert refused(UnsupportedError, tap=["layers.0.*"]).startswith("--tap")
+    assert "its steps sample one token of a sequence" in refused(UnsupportedError, speculate="ngram")
     message = refused(ConfigError, max_num_batched_tokens=8193)
     assert message.startswith("a step of 8193 tokens: the plans of ") and message.endswith(
         "take 8192; lower --max-num-batched-tokens"
