@@ -124,7 +124,9 @@ def load_engine(
         if mover is not None:
             made.callback(mover.close)
         taps = _make_taps(nodes, runner, config)
-        speculation = make_speculation(config, draft, groups, opened.config.num_blocks, "drafts" in can)
+        speculation = make_speculation(
+            config, draft, groups, opened.config.num_blocks, artifact.vocab_size, "drafts" in can
+        )
         if speculation is not None:
             made.callback(speculation.close)
         recorder = _make_recorder(artifact, target, opened, config)

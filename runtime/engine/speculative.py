@@ -128,12 +128,14 @@ def make_speculation(
     draft: DraftModel | None,
     groups: Sequence[CacheGroup],
     num_blocks: Sequence[int],
+    vocab_size: int,
     can_draft: bool = True,
 ) -> Speculation | None:
     """Return what drafts tokens, or None if nothing may be drafted.
 
     Without speculation the tokens are drafted that a grammar forces, if the runner takes drafts (`can_draft`) and no
     option speaks against it. draft: the draft model, if one is asked for. num_blocks: of each of `groups`.
+    vocab_size: of the model that is drafted for.
     """
     method, count = Speculate.parse(config.speculate).method, config.speculate_tokens
     if method == "none" and (
@@ -146,7 +148,7 @@ def make_speculation(
     elif draft is not None:
         full = next(count for group, count in zip(groups, num_blocks, strict=True) if not group.frees_blocks)
         other = draft.open(full)
-    return Speculation(ForcedDrafter(count, other), config.max_num_seqs)
+    return Speculation(ForcedDrafter(count, other), config.max_num_seqs, vocab_size)
 
 
 def vocabulary_difference(one: Artifact, other: Artifact) -> str:

@@ -156,18 +156,20 @@ class Grammars:
     def fit(self, batch: Batch, slot: int, drafted: list[int]) -> int:
         """Return how many of the tokens drafted for a slot its grammar has; no step may be in flight."""
         place = self.place(batch, slot)
-        return len(drafted) if place is None else place.count_fitting(drafted)
+        if place is None or self._compiler is None or self._compiler.spelling is None:
+            return len(drafted)
+        return place.count_fitting(drafted[: self._compiler.spelling.count_with_text(drafted)])
 
-    def forced(self, batch: Batch, slot: int) -> list[int]:
+    def forced(self, batch: Batch, slot: int, most: int) -> list[int]:
         """Return the tokens that most likely come next, where a slot's grammar leaves one text; none if it does not.
 
-        No step may be in flight.
+        most: how many at most. No step may be in flight.
         """
         place = self.place(batch, slot)
         if place is None or self._compiler is None or self._compiler.spelling is None:
             return []
         text = place.matcher.forced_text()
-        return self._compiler.spelling.spell(text.encode()) if text else []
+        return self._compiler.spelling.spell(text, most) if text else []
 
     def place(self, batch: Batch, slot: int) -> Constraint | None:
         """Return where a slot's sequence is in its grammar; None for one that may choose any token.

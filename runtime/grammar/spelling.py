@@ -18,17 +18,24 @@ class Spelling:
         for token, data in enumerate(tokens):
             if data:
                 self._ids.setdefault(data, token)
+        self._with_text = frozenset(token for token, data in enumerate(tokens) if data)
         self._most = min(MOST_BYTES, max(map(len, self._ids), default=0))
 
-    def spell(self, text: bytes) -> list[int]:
-        """Return the tokens of a text, each as long as it can be; only the first ones if a part has no token.
+    def count_with_text(self, token_ids: Sequence[int]) -> int:
+        """Return how many of some tokens come before the first control token."""
+        return next((at for at, token in enumerate(token_ids) if token not in self._with_text), len(token_ids))
+
+    def spell(self, text: str, most: int) -> list[int]:
+        """Return the first `most` tokens of a text, each as long as it can be; fewer if a part has no token.
 
         Tokenizers merge pairs in an order of their own, and mostly come to the same.
         """
-        found, start = [], 0
-        while start < len(text):
-            for end in range(min(len(text), start + self._most), start, -1):
-                if (token := self._ids.get(text[start:end])) is not None:
+        data = text[: most * self._most].encode()
+        found: list[int] = []
+        start = 0
+        while start < len(data) and len(found) < most:
+            for end in range(min(len(data), start + self._most), start, -1):
+                if (token := self._ids.get(data[start:end])) is not None:
                     found.append(token)
                     start = end
                     break

@@ -35,6 +35,7 @@ class PartialIndex:
         is_there: returns whether the block of a hash still exists.
         """
         if name in self._step_of:
+            self._step_of[name] = max(self._step_of[name], step)  # it may have been evicted, and is computed again
             return
         if len(self._step_of) >= self._limit:
             self._purge(is_there)

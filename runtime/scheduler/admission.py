@@ -31,6 +31,9 @@ class Triage:
     any_late: bool = False
 
 
+NEVER = 1 << 31  # tokens that no step has
+
+
 class AdmissionPolicy:
     """The default admission policy, with which there is always time: blocks and the token budget alone decide."""
 
@@ -61,6 +64,10 @@ class AdmissionPolicy:
         num_new: [num_slots] 1 for each slot that decodes, else 0.
         """
         return budget
+
+    def most_drafted(self, num_new: I64) -> int:
+        """Return how many drafted tokens a step may have; num_new as in `limit`."""
+        return NEVER
 
     def is_lost(self, seq: Sequence) -> bool:
         """Return whether a sequence that has its first token has missed an objective for good."""
@@ -95,3 +102,12 @@ class TimedAdmission(AdmissionPolicy):
         start = int(self._batch.num_computed[slots[~decodes]].max(initial=0))
         most = self._forecast.cost.most_tokens(self._batch.decode_work(decoding), seconds, start)
         return min(budget, max(LEAST_CHUNK, most))
+
+    def most_drafted(self, num_new: I64) -> int:
+        """Limit drafted tokens to those that the decoding sequences have time for."""
+        slots = self._batch.order
+        decoding = slots[num_new[slots] > 0]
+        if (seconds := self.step_seconds(decoding)) == np.inf:
+            return NEVER
+        start = int(self._batch.num_computed[decoding].max(initial=0))
+        return self._forecast.cost.most_tokens(self._batch.decode_work(decoding), seconds, start)

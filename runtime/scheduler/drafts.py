@@ -65,8 +65,7 @@ class NoDrafts:
 class Drafts(NoDrafts):
     """The drafts of a schedule.
 
-    A sequence may get drafts if it decodes, and blocks for them as long as every running sequence could get another
-    one: no sequence gives way to a draft.
+    A sequence may get drafts if it decodes, and blocks for them beyond one more for every running sequence.
     """
 
     def __init__(self, speculator: Speculator, batch: Batch, cache: KVCacheManager) -> None:
@@ -109,8 +108,8 @@ class Drafts(NoDrafts):
 
     def _room(self, slot: int, count: int) -> int:
         size, cache, known = self._cache.block_size, self._cache, int(self._batch.num_known[slot])
-        if known + count > cache.num_grown[slot] * size and min(cache.num_free) <= len(self._batch.order):
-            count = int(cache.num_grown[slot]) * size - known
+        spare = max(0, min(cache.num_free) - len(self._batch.order))  # blocks beside one for each running sequence
+        count = min(count, (int(cache.num_grown[slot]) + spare) * size - known)
         return cache.extend(slot, known - 1, count + 1) - 1 if count > 0 else 0
 
     def take(self, slots: I64) -> I64 | None:

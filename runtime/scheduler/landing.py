@@ -20,6 +20,7 @@ class Landing:
     """The landing of steps on the batch.
 
     begin: called with a sequence that got its first token. end: called with one that got its last.
+    charge: called with one that got more tokens in a step than one, and how many more.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class Landing:
         forecast: Forecast,
         begin: Callable[[Sequence], None],
         end: Callable[[Sequence], None],
+        charge: Callable[[Sequence, int], None],
     ) -> None:
         self._batch, self._cache, self._prefixes, self._drafts = batch, cache, prefixes, drafts
-        self._forecast, self._begin, self._end = forecast, begin, end
+        self._forecast, self._begin, self._end, self._charge = forecast, begin, end, charge
 
     def land(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Append the tokens of the oldest step in flight to its sequences, and end those that end with them."""
@@ -103,6 +105,8 @@ class Landing:
                 others[row] = None
                 continue
             output = others[row] = Output(seq.request_id, seq.index, each.ids)
+            if len(each.ids) > 1:
+                self._charge(seq, len(each.ids) - 1)
             if result.logprobs is not None and (own := [one for one in result.logprobs[rows] if one is not None]):
                 output.logprobs = _asked(seq, own)
             if each.ids and known - len(each.ids) == seq.prompt_len:

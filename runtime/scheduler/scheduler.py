@@ -88,7 +88,7 @@ class Scheduler:
             manager = OffloadManager(self.cache, mover, self.forecast, clock)
             self.offload = Offload(manager, mover, self.cache, self.batch, self.prefixes, config)
         self._landing = Landing(
-            self.batch, self.cache, self.prefixes, self.drafts, self.forecast, self._begun, self._end
+            self.batch, self.cache, self.prefixes, self.drafts, self.forecast, self._begun, self._end, self._charge
         )
         self._admission = AdmissionPolicy()
         if self.policy.refuses:
@@ -166,7 +166,9 @@ class Scheduler:
         self._order_by_policy()
         preemptions = self.num_preemptions
         self._schedule_decodes()
-        self._budget -= self.drafts.schedule(self._num_new, self._budget)
+        if not self._in_flight:
+            most = min(self._budget, self._admission.most_drafted(self._num_new))
+            self._budget -= self.drafts.schedule(self._num_new, most)
         self._budget = self._admission.limit(self._budget, self._num_new)
         self._schedule_prefills()
         if self.num_preemptions == preemptions and not self.hold:
@@ -521,6 +523,10 @@ class Scheduler:
             self.batch.first_at[seq.slot] = seq.first_at
         if self._admission.is_lost(seq):
             self._give_up(seq)
+
+    def _charge(self, seq: Sequence, num_tokens: int) -> None:
+        """Charge a client for tokens that a step gave it beside the one that it was charged for."""
+        self.waiting.charge(np.array([seq.client]), np.array([SAMPLED_COST * num_tokens]))
 
     def _end(self, seq: Sequence) -> None:
         """End a sequence that got its last token."""

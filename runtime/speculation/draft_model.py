@@ -47,11 +47,13 @@ class DraftSizes:
 class _Slot:
     """A sequence's place in the draft model.
 
+    num_preemptions: how often the sequence had been preempted when it came.
     num_computed: the first tokens whose K and V are there. num_named: its first blocks whose content is noted.
     drafted: what was drafted behind `num_known` tokens.
     """
 
     seq: Seq | None = None
+    num_preemptions: int = 0
     num_computed: int = 0
     num_named: int = 0
     num_known: int = 0
@@ -152,8 +154,8 @@ class ModelDrafter:
         """Return a slot's place, after what became of its last drafts, or of a sequence that is new there."""
         state, seq = self._slots[slot], batch.seqs[slot]
         assert seq is not None and self._table is not None
-        if state.seq is not seq:
-            state = self._slots[slot] = _Slot(seq)
+        if state.seq is not seq or state.num_preemptions != seq.num_preemptions:
+            state = self._slots[slot] = _Slot(seq, seq.num_preemptions)
             limit = (int(batch.num_known[slot]) - 1) // self._sizes.block_size
             for block, name in zip(self._table[slot].tolist(), seq.hashes[:limit], strict=False):
                 if not block or self._content.get(block) != name:

@@ -45,7 +45,7 @@ class ForcedDrafter:
 
     def hold_to(self, grammars: Grammars, batch: Batch) -> None:
         """Draft what these grammars force."""
-        self.forced = lambda slot: grammars.forced(batch, slot)
+        self.forced = lambda slot: grammars.forced(batch, slot, self._most)
         self.is_any_held = lambda: grammars.is_any_held
         if self._other is not None:
             self._other.hold_to(grammars, batch)

@@ -2,8 +2,8 @@
 
 It helps where answers quote: edits of code, summaries, tables, calls of tools. Source of the idea: Saxena 2023, "Prompt
 Lookup Decoding". Earlier places are found as in a compressor (Ziv and Lempel 1977): each pair of tokens is chained to
-the place where the same pair occurred before. A chain takes eight bytes a token where the states of a suffix automaton
-take hundreds, and of the places on it the one is taken whose tokens before agree the longest.
+the place where the same pair occurred before. That takes eight to twelve bytes a token, where the states of a suffix
+automaton take hundreds; of the places on a chain the one is taken whose tokens before agree the longest.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from inferc.runtime.speculation.drafter import NOTHING, Offer
 from inferc.runtime.step.plan import I32
 from inferc.runtime.step.sequence import Sequence as Seq
 
+FIRST_BITS = 10  # of the hashes of a short sequence
 MOST_PLACES = 32  # earlier places that are compared, the latest first
 LONGEST = 16  # tokens that are compared at each
 INDEXED_AT_ONCE = 4096  # tokens of a prompt that are indexed between two steps, in about a millisecond
@@ -28,11 +29,12 @@ PROMISING = 5  # tokens of a match for which it is worth to wait after drafts of
 
 
 class PairIndex:
-    """The places of all pairs of tokens of one growing sequence."""
+    """The places of all pairs of tokens of one growing sequence, chained by a hash of the pair."""
 
     def __init__(self) -> None:
-        self._last: dict[int, int] = {}  # by pair, the place of its second token
-        self._before = array("i")  # by place, the place before it of the same pair; -1: none
+        self._bits = FIRST_BITS
+        self._last = array("i", [-1]) * (1 << FIRST_BITS)  # by hash, the last place of the second token of such a pair
+        self._before = array("i")  # by place, the place before it of the same hash; -1: none
 
     @property
     def num_tokens(self) -> int:
@@ -44,15 +46,19 @@ class PairIndex:
         start = len(self._before)
         if start >= end:
             return
+        if end > 1 << self._bits:  # chains stay short while there are as many hashes as tokens
+            while end > 1 << self._bits:
+                self._bits += 1
+            self._last, self._before, start = array("i", [-1]) * (1 << self._bits), array("i"), 0
         ids = tokens[max(0, start - 1) : end].tolist()
-        last, before = self._last, self._before
+        last, before, shift = self._last, self._before, 32 - self._bits
         if start == 0:
             before.append(-1)
             start = 1
         for place, (first, second) in enumerate(pairwise(ids), start):
-            pair = first << 32 | second
-            before.append(last.get(pair, -1))
-            last[pair] = place
+            name = _hash(first, second, shift)
+            before.append(last[name])
+            last[name] = place
 
     def longest_match(self, tokens: I32, end: int) -> tuple[int, int]:
         """Return where the longest match of the tokens before `end` ends, and its length; (-1, 0) if there is none.
@@ -60,24 +66,26 @@ class PairIndex:
         All tokens are indexed. Of matches of one length it is the latest. A match of LONGEST tokens is not looked at
         further.
         """
-        place, best, length = (self._before[end - 1] if end > 1 else -1), -1, 0
-        recent = tokens[max(0, end - LONGEST) : end].tolist()
+        recent = tokens[max(0, end - LONGEST) : end].tolist()[::-1]
+        place, best, length = (self._before[end - 1] if end > 1 else -1), -1, 1
         for _ in range(MOST_PLACES):
             if place < 0:
                 break
-            first = max(0, place + 1 - len(recent))
-            there = tokens[first : place + 1].tolist()
-            count = 0
-            for mine, other in zip(reversed(recent), reversed(there), strict=False):
-                if mine != other:
-                    break
-                count += 1
-            if count > length:
-                best, length = place, count
-                if count == LONGEST:
-                    break
+            # A longer match than the longest so far must agree where that one ends.
+            if place >= length and length < len(recent) and tokens[place - length] == recent[length]:
+                there = tokens[max(0, place + 1 - len(recent)) : place + 1].tolist()[::-1]
+                count = next((at for at, token in enumerate(there) if token != recent[at]), len(there))
+                if count > length:
+                    best, length = place, count
+                    if count == LONGEST:
+                        break
             place = self._before[place]
-        return best, length
+        return (best, length) if best >= 0 else (-1, 0)
+
+
+def _hash(first: int, second: int, shift: int) -> int:
+    """Return a hash of two tokens of 32 - shift bits. Source: Knuth, TAOCP volume 3, section 6.4."""
+    return ((first * 0x9E3779B1 ^ second * 0x85EBCA77) & 0xFFFFFFFF) >> shift
 
 
 class NgramDrafter:
@@ -109,6 +117,9 @@ class NgramDrafter:
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         """Return the continuation of the longest match of each sequence."""
         self._places.clear()
+        for slot, (seq, _) in enumerate(self._indices):
+            if seq is not None and batch.seqs[slot] is not seq:  # it ended
+                self._indices[slot] = None, PairIndex()
         return [self._offer(batch, slot) for slot in slots]
 
     def _offer(self, batch: Batch, slot: int) -> Offer:

@@ -11,6 +11,7 @@ speculation a step is scheduled after the one before it has landed. If nothing i
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import Drafter
 from inferc.runtime.speculation.lengths import Acceptance, choose_counts
 from inferc.runtime.speculation.step_times import StepTimes
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 8  # steps without a draft after which steps do not wait for one
 LEAST_REST, MOST_REST = 16, 256  # steps for which they do not
@@ -47,7 +50,10 @@ class SpeculationStats:
 class Speculation:
     """The speculation for the running sequences of an engine; see the module."""
 
-    def __init__(self, drafter: Drafter, num_slots: int) -> None:
+    def __init__(self, drafter: Drafter, num_slots: int, vocab_size: int = 1 << 31) -> None:
+        """Draft by a drafter for sequences of `num_slots` slots, whose model has `vocab_size` tokens."""
+        self._vocab_size = vocab_size
+        self._is_broken = False
         self.stats = SpeculationStats()
         self.fit: Fit = lambda _, ids: len(ids)
         self.times = StepTimes()
@@ -76,7 +82,7 @@ class Speculation:
 
     def wants_ids(self, batch: Batch) -> bool:
         """Return whether the next step is to be scheduled when all tokens before it are known."""
-        if not len(batch.order) or not self.drafter.may_draft(batch):
+        if self._is_broken or not len(batch.order) or not self.drafter.may_draft(batch):
             return False
         if self._rest <= 0:
             return True
@@ -92,7 +98,11 @@ class Speculation:
         arrivals = [seq.arrival for slot in batch.order.tolist() if (seq := batch.seqs[slot]) is not None]
         newest, before = max(arrivals, default=0), self._newest
         self._newest = max(newest, before)
-        return newest > before and any(self._choose([1], [GOOD], len(arrivals)))
+        return newest > before and self._can_pay(len(arrivals))
+
+    def _can_pay(self, num_tokens: int) -> bool:
+        """Return whether drafts pay if all sequences of a step have good ones."""
+        return any(self._choose([1] * num_tokens, [GOOD] * num_tokens, num_tokens))
 
     def _choose(self, most: Sequence[int], rates: Sequence[float], num_tokens: int) -> list[int]:
         """Return how many tokens to draft for each sequence, at what steps and drafts cost now."""
@@ -111,7 +121,11 @@ class Speculation:
         begun = time.perf_counter()
         arrivals = (seq.arrival for slot in slots if (seq := batch.seqs[slot]) is not None)
         self._newest = max(self._newest, *arrivals, -1)
-        drafts = self._draft(batch, slots, room, num_tokens, reserve)
+        try:
+            drafts = self._draft(batch, slots, room, num_tokens, reserve)
+        except Exception:  # answers do without drafts
+            log.exception("tokens cannot be drafted any more; answers go on without")
+            drafts, self._is_broken = [[] for _ in slots], True
         self._drafting = time.perf_counter() - begun
         return drafts
 
@@ -119,7 +133,9 @@ class Speculation:
         self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
     ) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in slots]
-        if not any(self._choose([1], [GOOD], num_tokens)):  # no draft could pay, so none is looked for
+        if self._is_broken:
+            return drafts
+        if not self._can_pay(num_tokens):  # so none is looked for
             self._note(False)
             return drafts
         offers = self.drafter.offers(batch, slots)
@@ -148,7 +164,7 @@ class Speculation:
         seq = batch.seqs[slot]
         assert seq is not None
         for count, token in enumerate(ids):
-            if token in seq.stop_ids:
+            if token in seq.stop_ids or token >= self._vocab_size:
                 ids = ids[:count]
                 break
         ids = ids[: batch.num_allowed(slot, ids)]

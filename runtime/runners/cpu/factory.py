@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
+from inferc.config import EngineConfig
+from inferc.kv_groups import CacheLimits, pools_bytes
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.offload.disk import open_disk
 from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
@@ -28,7 +31,7 @@ class CpuRunnerFactory:
 
     def open(self, request: RunnerRequest) -> OpenedRunner:
         artifact, groups = request.artifact, request.groups
-        resolved = request.config.resolve(artifact.max_model_len, artifact.block_size, groups)
+        resolved = _config_of(request).resolve(artifact.max_model_len, artifact.block_size, groups)
         if len(artifact.ranks) > 1:
             group = RankGroup(artifact, resolved)
             return OpenedRunner(group, resolved, group.isa)
@@ -48,6 +51,20 @@ class CpuRunnerFactory:
         idle_work = None if request.config.kv_memory_bytes == "auto" else runner.back_cache
         num_offloaded = () if disk is None else disk.num_blocks
         return OpenedRunner(runner, resolved, runner.isa, disk, num_offloaded, idle_work=idle_work)
+
+
+def _config_of(request: RunnerRequest) -> EngineConfig:
+    """Return the config of a request, whose KV memory leaves room for that of the runner beside it."""
+    config, artifact = request.config, request.artifact
+    if request.beside is None or config.kv_memory_bytes != "auto":
+        return config
+    both = (*request.groups, *request.beside.groups)
+    found = config.resolve(artifact.max_model_len, artifact.block_size, both)
+    limits = CacheLimits(
+        artifact.block_size, artifact.max_model_len, config.max_num_seqs, config.token_budget(request.target)
+    )
+    own = pools_bytes(request.groups, limits, found.num_blocks[: len(request.groups)])
+    return replace(config, kv_memory_bytes=own)
 
 
 CPU = CpuRunnerFactory()

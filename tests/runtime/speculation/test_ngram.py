@@ -23,7 +23,12 @@ def agreeing(ids: list[int], place: int) -> int:
 
 def longest(ids: list[int]) -> tuple[int, int]:
     """Return the latest of the longest matches, of two tokens at least, among the latest MOST_PLACES places."""
-    places = [place for place in range(len(ids) - 2, 0, -1) if ids[place - 1 : place + 1] == ids[-2:]][:MOST_PLACES]
+
+    def name(place: int) -> int:
+        return ngram._hash(ids[place - 1], ids[place], 32 - ngram.FIRST_BITS)
+
+    chain = [place for place in range(len(ids) - 2, 0, -1) if name(place) == name(len(ids) - 1)][:MOST_PLACES]
+    places = [place for place in chain if ids[place - 1 : place + 1] == ids[-2:]]
     found = max(places, key=lambda place: (agreeing(ids, place), place), default=-1)
     return (found, agreeing(ids, found)) if places else (-1, 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from inferc.runtime.grammar.grammars import Grammars
@@ -12,7 +13,8 @@ from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import NOTHING, Offer
 from inferc.runtime.speculation.forced import KIND, ForcedDrafter
-from inferc.runtime.speculation.speculation import LEAST_REST, MOST_REST, PATIENCE, Speculation
+from inferc.runtime.speculation.lengths import choose_counts
+from inferc.runtime.speculation.speculation import GOOD, LEAST_REST, MOST_REST, PATIENCE, Speculation
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Sequence as Seq
 
@@ -109,7 +111,7 @@ def test_steps_wait_again_when_a_draft_is_promising_or_a_sequence_comes() -> Non
     join(batch, 7)
     assert speculation.wants_ids(batch), "nobody knows yet what it is like"
     rest()
-    for seconds in (0.01, 0.02, 0.03, 0.04):  # by now a token more costs as much as one alone
+    for seconds in (0.01, 0.02, 0.03, 0.04, 0.05, 0.06):  # by now a token more costs as much as one alone
         speculation.observe(round(seconds * 100), seconds)
     join(batch, 8)
     assert not speculation.wants_ids(batch), "however good its drafts, they would not pay"
@@ -180,3 +182,27 @@ def test_forced_tokens_come_before_those_of_another_drafter(has_other: bool) -> 
     assert drafter.draft(batch, list(expected), [1, 2][: len(expected)]) == list(expected.values())
     drafter.close()
     assert other.closed == has_other
+
+
+@pytest.mark.parametrize("count", [46, 64])
+def test_the_look_beforehand_does_not_refuse_drafts_that_pay(count: int) -> None:
+    """Drafts for all sequences pay in any batch if steps take the same time whatever is in them."""
+    speculation = Speculation(Fixed(), count)
+    speculation.times._table = times = np.ones(513)
+    assert sum(choose_counts([7] * count, [GOOD] * count, count, times, 0.0, 0.0)) > count
+    assert speculation._can_pay(count)
+
+
+def test_ids_that_the_model_does_not_have_end_a_draft() -> None:
+    batch = batch_of(1)
+    speculation = Speculation(Fixed({int(batch.order[0]): [5, 49, 50, 6]}), 8, vocab_size=50)
+    assert draft(speculation, batch) == [[5, 49]]
+
+
+def test_a_drafter_that_fails_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    batch, drafter = batch_of(1), Fixed()
+    drafter.offers = None  # type: ignore[assignment, method-assign]
+    speculation = Speculation(drafter, 8)
+    assert draft(speculation, batch) == [[]] and "answers go on without" in caplog.text
+    assert not speculation.wants_ids(batch) and draft(speculation, batch) == [[]]
+    assert caplog.text.count("answers go on without") == 1
