@@ -235,11 +235,14 @@ class Engine:
                 self._forget(seq, "abort", cause)
         self._scorer.abort(request_id)
 
-    def score(self, request_id: str, token_ids: Ids[int], num_top: int = 0, cache_salt: str = "") -> None:
+    def score(
+        self, request_id: str, token_ids: Ids[int], num_top: int = 0, cache_salt: str = "", first: int = 1
+    ) -> None:
         """Queue the scoring of a text; `take_scores` returns it when it is done.
 
         num_top: how many of the most likely tokens to return for each position, at most MAX_LOGPROBS.
         cache_salt: sequences with the same salt can find its blocks afterwards.
+        first: the first token to score; what is cached of the tokens before it is not computed again.
 
         Raises RequestError like `add_request`.
         """
@@ -247,8 +250,10 @@ class Engine:
         self._check_prompt(ids, 0)
         if len(ids) < 2:
             raise RequestError("scoring needs 2 tokens or more, since the first has nothing before it")
+        if not 1 <= first < len(ids):
+            raise RequestError(f"first is {first}; of a text of {len(ids)} tokens, 1 to {len(ids) - 1} can be scored")
         root = root_hash(*self.model.cache_identity, salt=cache_salt)
-        self._scorer.add(request_id, ids, num_top, root, cache_salt)
+        self._scorer.add(request_id, ids, num_top, root, cache_salt, first)
 
     def embed(self, request_id: str, token_ids: Ids[int]) -> None:
         """Queue a text to embed; `take_embedded` returns its vector when it is done.

@@ -32,7 +32,15 @@ from inferc.runtime.engine.request_output import (
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.engine.stats import EngineStats
 from inferc.runtime.record.tapped import TappedSequence
-from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, changed, from_chat, from_request
+from inferc.runtime.step.sampling_params import (
+    MAX_LOGPROBS,
+    SamplingParams,
+    changed,
+    check_integer,
+    check_name,
+    from_chat,
+    from_request,
+)
 from inferc.runtime.step.sequence import Output
 from inferc.runtime.text.hf_tokenizer import HfTokenizer
 from inferc.runtime.text.tokenizer import Text
@@ -197,11 +205,14 @@ class LLM:
         self._add(request, sink)
         return request.id
 
-    def score(self, prompt: str | Sequence[int], num_top: int = 0) -> Score:
+    def score(self, prompt: str | Sequence[int], num_top: int = 0, *, first: int = 1, cache_salt: str = "") -> Score:
         """Return the log probability of each token of a text after its first, given the tokens before it.
 
-        num_top: how many of the most likely tokens to return for each position.
+        num_top: how many of the most likely tokens to return for each position. first: the first token to score; what
+        the prefix cache has of the tokens before it, for this cache_salt, is not computed again.
         """
+        check_integer("first", first, 1, 2**31 - 1)
+        check_name("cache_salt", cache_salt)
         if type(num_top) is not int:
             raise RequestError(
                 f"LLM.score: num_top is {shown(num_top)}; expected an integer. It scores one text's tokens; two texts"
@@ -210,7 +221,7 @@ class LLM:
         if not 0 <= num_top <= MAX_LOGPROBS:
             raise RequestError(f"prompt_logprobs is {num_top}; expected 0 to {MAX_LOGPROBS}")
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._client.score(prompt_ids(self._text, parse_prompt(prompt)), events.put, num_top)
+        self._client.score(prompt_ids(self._text, parse_prompt(prompt)), events.put, num_top, cache_salt, first)
         event = events.get()
         if isinstance(event, Scored):
             return event.score

@@ -55,6 +55,7 @@ class ScoreText(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token_ids: list[int]
     num_top: int = 0  # how many of the most likely tokens to return for each position
     cache_salt: str = ""
+    first: int = 1  # the first token to score
 
 
 class EmbedText(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -205,7 +206,7 @@ def _obey(engine: Engine, command: Command, emit: Emit) -> None:
         elif isinstance(command, Abort):
             engine.abort(command.request_id, command.index)
         elif isinstance(command, ScoreText):
-            engine.score(command.request_id, command.token_ids, command.num_top, command.cache_salt)
+            engine.score(command.request_id, command.token_ids, command.num_top, command.cache_salt, command.first)
         elif isinstance(command, EmbedText):
             engine.embed(command.request_id, command.token_ids)
         elif isinstance(command, GetStats):
@@ -282,8 +283,13 @@ class EngineClient:
         if self._stopped is None:
             self._send(Abort(request_id, index))
 
-    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "") -> str:
-        """Start scoring a text and return the request's id; `sink` gets one complete `Scored`, or `Failed`."""
+    def score(
+        self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "", first: int = 1
+    ) -> str:
+        """Start scoring a text and return the request's id; `sink` gets one complete `Scored`, or `Failed`.
+
+        first: the first token to score; all but the first of the text if not given.
+        """
         rows: list[Logprobs] = []
 
         def joined(event: Event) -> None:
@@ -295,7 +301,7 @@ class EngineClient:
             sink(event)
 
         request_id = self._begin(joined, 1)
-        self._send(ScoreText(request_id, list(token_ids), num_top, cache_salt))
+        self._send(ScoreText(request_id, list(token_ids), num_top, cache_salt, first))
         return request_id
 
     def embed(self, token_ids: Sequence[int], sink: Sink) -> str:

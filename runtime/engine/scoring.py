@@ -1,7 +1,8 @@
 """The scoring of given texts: log probabilities of their tokens, or an embedding, in chunks between the engine's steps.
 
-A step holds as many texts of one kind as it and the cache have room for. All rows of a text are computed, whatever the
-prefix cache has of it, because their logits are the result. Other sequences can find the blocks of a scored text.
+A step holds as many texts of one kind as it and the cache have room for. The rows of the scored tokens are computed,
+whatever the prefix cache has of them, because their logits are the result; what is cached of the tokens before them is
+not computed again. Other sequences can find the blocks of a scored text.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Pooling:
 
 @dataclass(frozen=True)
 class Score:
-    """The log probability of each token after the first, given those before it, and the most likely token there.
+    """The log probability of each scored token, given those before it, and the most likely token there.
 
+    They are all tokens of a text but the first, unless only the last ones were asked for.
     rows: the log probabilities with ranks and the most likely tokens, if `num_top` asked for some.
     """
 
@@ -42,7 +44,7 @@ class Score:
 
     @staticmethod
     def of_rows(rows: list[Logprobs]) -> Score:
-        """Return the Score of a text from the log probabilities of all of its tokens but the first."""
+        """Return the Score of a text from the log probabilities of its scored tokens."""
         return Score([row.logprob for row in rows], [row.top[0][0] for row in rows], rows)
 
 
@@ -53,6 +55,7 @@ class _Job:
     request_id: str
     token_ids: list[int]
     num_top: int = 0
+    first: int = 1  # the first token that is scored
     embeds: bool = False
     root: bytes = b""
     salt: str = ""
@@ -84,6 +87,11 @@ class _Chunk:
     @property
     def is_last(self) -> bool:
         return self.job.done + self.count == self.job.end
+
+    @property
+    def num_unscored(self) -> int:
+        """The number of the chunk's first tokens whose next token is not scored."""
+        return min(self.count, max(0, self.job.first - 1 - self.job.done))
 
 
 class ScoreRunner(Protocol):
@@ -120,9 +128,17 @@ class Scorer:
         """The requests of the texts that have no slot yet."""
         return [job.request_id for job in self._jobs if job.slot is None]
 
-    def add(self, request_id: str, token_ids: list[int], num_top: int = 0, root: bytes = b"", salt: str = "") -> None:
-        """Queue a text to score; `root` is the hash before its first block, with this salt."""
-        self._jobs.append(_Job(request_id, token_ids, num_top, root=root, salt=salt))
+    def add(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        num_top: int = 0,
+        root: bytes = b"",
+        salt: str = "",
+        first: int = 1,
+    ) -> None:
+        """Queue a text to score from token `first` on; `root` is the hash before its first block, with this salt."""
+        self._jobs.append(_Job(request_id, token_ids, num_top, first, root=root, salt=salt))
 
     def add_to_embed(self, request_id: str, token_ids: list[int]) -> None:
         """Queue a text to embed; raise UnsupportedError for a model that makes no vectors."""
@@ -183,9 +199,11 @@ class Scorer:
             if not budget or job.kind != self._jobs[0].kind:
                 break
             if job.slot is None:
-                job.slot = self._scheduler.reserve(len(job.token_ids))
+                found = [] if job.embeds else self._scheduler.prefixes.find_text(job, job.token_ids[: job.first - 1])
+                job.slot = self._scheduler.reserve(len(job.token_ids), found)
                 if job.slot is None:
                     break
+                job.done = len(found) * self._scheduler.cache.block_size
                 runner.reset_slot(job.slot, None)  # the slot's last sequence may have had penalties
             count = self._scheduler.cache.extend(job.slot, job.done, min(budget, job.end - job.done))
             if not count:
@@ -207,7 +225,7 @@ class Scorer:
             logprobs, argmax = found[0].tolist(), found[1].tolist()
         at = 0
         for chunk in chunks:
-            part = slice(at, at + chunk.count)
+            part = slice(at + chunk.num_unscored, at + chunk.count)
             chunk.job.logprobs += logprobs[part]
             chunk.job.argmax += argmax[part]
             chunk.job.rows += rows[part]

@@ -61,6 +61,17 @@ class PrefixCache:
             seq.prompt_hashes += seq.hashes[: seq.prompt_len // self.cache.block_size]
         return seq.hashes[: self.cache.find(seq.hashes[: self.most_found(seq)])]
 
+    def find_text(self, text: Hashed, token_ids: list[int]) -> list[bytes]:
+        """Return the hashes of the cached first blocks of a text that is no sequence of the batch.
+
+        token_ids: those of its first tokens that may be found. Nothing is found where blocks may lie in the offload
+        tier: only the scheduled steps load from there.
+        """
+        if not self.is_on or self.cache.stores:
+            return []
+        extend_hashes(text.hashes, text.root, token_ids, self.cache.block_size)
+        return text.hashes[: self.cache.find(text.hashes[: self.cache.max_cached_blocks])]
+
     def find_partial(self, seq: Sequence, num_blocks: int) -> tuple[list[int], int] | None:
         """Return the block of each group that begins with the tokens behind a sequence's first blocks, or None.
 

@@ -537,14 +537,16 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------- others
 
-    def reserve(self, num_tokens: int) -> int | None:
+    def reserve(self, num_tokens: int, found: list[bytes]) -> int | None:
         """Reserve a slot for a text outside of the schedule (scoring), or return None if there is no room for it now.
 
-        It gets blocks for `num_tokens` in the groups that keep them; `cache.extend` gets it the blocks of each chunk.
+        It gets the cached blocks `found`, and blocks for `num_tokens` in the groups that keep them; `cache.extend` gets
+        it the blocks of each chunk.
         """
-        if not self.batch.free_slots or not self.cache.fits(num_tokens, beside=self.batch.order[:0]):
+        if not self.batch.free_slots or not self.cache.fits(num_tokens, self.batch.order[:0], found):
             return None
         slot = self.batch.free_slots.pop()
+        self.cache.attach_cached(slot, found)
         grown = self.cache.grow(slot, 0, whole=num_tokens)
         assert grown, "it fits"
         return slot

@@ -14,6 +14,7 @@ from inferc.runtime.openai.reasoning_wishes import template_with_effort
 from inferc.runtime.reasoning.reasoning import reasoning_of
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import changed, check_name
+from inferc.runtime.text.turns import Known
 from inferc.runtime.tools.tools import held
 from inferc.serve.answering.entry_limits import check_entries, check_likely
 from inferc.serve.answering.reasoning import ReasoningApart
@@ -140,8 +141,10 @@ class InferenceService:
         check_name("cache_salt", request.cache_salt)
         chat = await conversation_of(request.chat) if request.WhichOneof("prompt") == "chat" else None
         ids = await self._prompt(model, request, chat)
-        check_entries(len(ids) * (1 + top))
-        rows = (await model.score(ids, top, protocol.request_id(request), request.cache_salt)).rows
+        first = request.first if request.HasField("first") else 1
+        check_entries((len(ids) - first) * (1 + top))
+        name, salt = protocol.request_id(request), request.cache_salt
+        rows = (await model.score(ids, top, name, salt, first=first)).rows
         return await joined(_scores(ids, rows), len(ids) + _num_entries(rows))
 
     async def embed(self, request: pb.EmbedRequest) -> Answer:
@@ -163,7 +166,10 @@ class InferenceService:
         model = self.models.get(request.model)
         if request.WhichOneof("prompt") == "chat":
             chat = await conversation_of(request.chat)
-            ids = await text_calls.tokenize_chat(model, chat.messages, chat.variables)
+            goes_on = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
+            variables = {**chat.variables, "add_generation_prompt": goes_on}
+            known = Known(request.num_known, request.mark)
+            ids = await text_calls.tokenize_chat(model, chat.messages, variables, known)
         elif request.WhichOneof("prompt") == "text":
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
             ids = await text_calls.tokenize(model, request.text, special)

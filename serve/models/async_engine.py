@@ -195,15 +195,21 @@ class AsyncEngine:
         stream.end(RequestTimeout(f"the request was not done within the {seconds:g} s that are allowed here"))
 
     async def score(
-        self, token_ids: Sequence[int], num_top: int = 0, request_id: str = "", owner: str = "", cache_salt: str = ""
+        self,
+        token_ids: Sequence[int],
+        num_top: int = 0,
+        request_id: str = "",
+        owner: str = "",
+        cache_salt: str = "",
+        first: int = 1,
     ) -> Score:
-        """Return the log probabilities of a text's tokens, and the num_top likeliest tokens at each position.
+        """Return the log probabilities of a text's tokens from `first` on, and the num_top likeliest at each position.
 
         Raises the same errors as `open`.
         """
 
         def send(client: EngineLike, sink: Sink) -> str:
-            return client.score(token_ids, sink, num_top, cache_salt)
+            return client.score(token_ids, sink, num_top, cache_salt, first)
 
         def found(event: Event) -> Score | None:
             return event.score if isinstance(event, Scored) else None

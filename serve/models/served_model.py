@@ -26,6 +26,7 @@ from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.text.control_tokens import InText
 from inferc.runtime.text.spelled import spelled
 from inferc.runtime.text.tokenizer import Text
+from inferc.runtime.text.turns import NOTHING, Known, render_behind
 from inferc.serve.errors import RateLimited
 from inferc.serve.kv_events.log import KvEventLog
 from inferc.serve.models.artifact_watch import ArtifactWatch
@@ -198,9 +199,13 @@ class ServedModel:
         return await _beside(text, partial(self.engine.text.encode, text, add_special_tokens, limit), is_prompt)
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None, is_prompt: bool = True
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        is_prompt: bool = True,
+        known: Known = NOTHING,
     ) -> list[int]:
-        """Return the token ids of a conversation, rendered by the model's chat template.
+        """Return the token ids of a conversation behind what is known, rendered by the model's chat template.
 
         Raises QueueFull if other conversations take too long, and RequestError for more characters than are tokenized
         at once.
@@ -208,7 +213,7 @@ class ServedModel:
 
         def render() -> str:
             check_characters(num_characters(messages) + num_characters(variables), self.engine.facts.max_model_len)
-            return self.engine.text.render_chat(messages, **(variables or {}))
+            return render_behind(self.engine.text, messages, known, **(variables or {}))
 
         text = await self._rendering.run(render)
         limit = self.engine.facts.max_model_len if is_prompt else None
@@ -274,7 +279,13 @@ class ServedModel:
             raise
 
     async def score(
-        self, token_ids: Sequence[int], num_top: int, request_id: str = "", cache_salt: str = "", n: int = 1
+        self,
+        token_ids: Sequence[int],
+        num_top: int,
+        request_id: str = "",
+        cache_salt: str = "",
+        n: int = 1,
+        first: int = 1,
     ) -> Score:
         """Call AsyncEngine.score within the limits of the caller; n: number of choices that report the scores."""
         caller = CALLER.get()
@@ -282,7 +293,8 @@ class ServedModel:
             caller.begin_reading(len(token_ids), n)
         try:
             async with deadline(caller.limits.max_request_seconds):
-                return await self.engine.score(token_ids, num_top, request_id, caller.name, caller.salt(cache_salt))
+                salt = caller.salt(cache_salt)
+                return await self.engine.score(token_ids, num_top, request_id, caller.name, salt, first)
         finally:
             caller.end(0)
 

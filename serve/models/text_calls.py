@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from inferc.errors import RequestError
+from inferc.runtime.text.turns import NOTHING, Known
 from inferc.serve.models.long_texts import BY_TURNS, check_characters
 from inferc.serve.models.served_model import ServedModel
 from inferc.serve.security.access import CALLER
@@ -30,14 +31,17 @@ async def tokenize(model: ServedModel, text: str, add_special_tokens: bool = Tru
 
 
 async def tokenize_chat(
-    model: ServedModel, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any] | None = None
+    model: ServedModel,
+    messages: Sequence[dict[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+    known: Known = NOTHING,
 ) -> list[int]:
-    """Return the token ids of a conversation, rendered by the chat template with these `variables`.
+    """Return the token ids of a conversation behind what is known, rendered by the chat template with `variables`.
 
     Raises the same errors as `tokenize`.
     """
     with _counted():
-        return await model.encode_chat(messages, variables, is_prompt=False)
+        return await model.encode_chat(messages, variables, is_prompt=False, known=known)
 
 
 async def detokenize(model: ServedModel, token_ids: Sequence[int], made: Callable[[], Result]) -> Result:

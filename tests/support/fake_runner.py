@@ -146,6 +146,7 @@ class FakeRunner:
         ]
         self.texts: dict[int, list[int]] = {}  # by slot: what its sequence is so far
         self.sequences: list[Any] = []  # the scheduler's, by slot: what begins in the cache must be its first tokens
+        self.scored_text: list[int] = []  # the same of a text that is scored, which is no sequence
         self.last = np.full(config.max_num_seqs, -1, np.int64)
         self.penalised: dict[int, list[int]] = {}
         self.queue: deque[StepPlan] = deque()
@@ -259,7 +260,8 @@ class FakeRunner:
             slot = int(plan.seq_slots[b])
             if slot not in self.texts:
                 assert config.prefix_cache or not start
-                self.texts[slot] = self.sequences[slot].token_ids[:start] if start else []
+                seq = self.sequences[slot]
+                self.texts[slot] = (self.scored_text if seq is None else seq.token_ids)[:start] if start else []
             text = self.texts[slot]
             assert len(text) >= start, "tokens before these were never computed"
             text[start:] = ids[first:end].tolist()

@@ -34,7 +34,7 @@ class Process:
     def add(self, prompt_token_ids: Any, params: SamplingParams, sink: Sink, name: str = "") -> str:
         raise NotImplementedError
 
-    def score(self, token_ids: Any, sink: Sink, num_top: int = 0, cache_salt: str = "") -> str:
+    def score(self, token_ids: Any, sink: Sink, num_top: int = 0, cache_salt: str = "", first: int = 1) -> str:
         self.sinks.append(sink)
         return str(len(self.sinks))
 

@@ -149,9 +149,12 @@ class Client:
         request = generate_request(prompt, self.model, **options)
         return completions(self._call("Complete", request, pb.CompleteResponse))
 
-    def score(self, prompt: Prompt, *, top_logprobs: int = 1, cache_salt: str = "") -> Score:
-        """Return the log probability of each token of a text, with the likeliest tokens at its place."""
-        request = score_request(prompt, self.model, top_logprobs, cache_salt)
+    def score(self, prompt: Prompt, *, top_logprobs: int = 1, cache_salt: str = "", first: int = 1) -> Score:
+        """Return the log probability of each token of a text, with the likeliest tokens at its place.
+
+        first: the first token to score; what the prefix cache has of those before it is not computed again.
+        """
+        request = score_request(prompt, self.model, top_logprobs, cache_salt, first)
         answer = self._call("Score", request, pb.ScoreResponse)
         return Score(tuple(answer.token_ids), tuple(answer.logprobs))
 
@@ -169,9 +172,15 @@ class Client:
 
     # ----------------------------------------------------------------------------------------- text, models
 
-    def tokenize(self, text: str | Sequence[Mapping[str, Any]], *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text or a conversation, as `generate` would use them."""
-        request = tokenize_request(text, self.model, add_special_tokens)
+    def tokenize(
+        self, text: str | Sequence[Mapping[str, Any]], *, add_special_tokens: bool = True, **of_chat: Any
+    ) -> list[int]:
+        """Return the token ids of a text or a conversation, as `generate` would use them.
+
+        of_chat: the fields of TokenizeRequest for a conversation: add_generation_prompt, and num_known and mark for one
+        whose first messages have their tokens already.
+        """
+        request = tokenize_request(text, self.model, add_special_tokens, **of_chat)
         return list(self._call("Tokenize", request, pb.TokenizeResponse).token_ids)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -354,8 +363,8 @@ class AsyncClient:
         request = generate_request(prompt, self.model, **options)
         return completions(await self._call("Complete", request, pb.CompleteResponse))
 
-    async def score(self, prompt: Prompt, *, top_logprobs: int = 1, cache_salt: str = "") -> Score:
-        request = score_request(prompt, self.model, top_logprobs, cache_salt)
+    async def score(self, prompt: Prompt, *, top_logprobs: int = 1, cache_salt: str = "", first: int = 1) -> Score:
+        request = score_request(prompt, self.model, top_logprobs, cache_salt, first)
         answer = await self._call("Score", request, pb.ScoreResponse)
         return Score(tuple(answer.token_ids), tuple(answer.logprobs))
 
@@ -366,8 +375,10 @@ class AsyncClient:
     async def abort(self, request_id: str) -> bool:
         return bool((await self._call("Abort", pb.AbortRequest(request_id=request_id), pb.AbortResponse)).aborted)
 
-    async def tokenize(self, text: str | Sequence[Mapping[str, Any]], *, add_special_tokens: bool = True) -> list[int]:
-        request = tokenize_request(text, self.model, add_special_tokens)
+    async def tokenize(
+        self, text: str | Sequence[Mapping[str, Any]], *, add_special_tokens: bool = True, **of_chat: Any
+    ) -> list[int]:
+        request = tokenize_request(text, self.model, add_special_tokens, **of_chat)
         return list((await self._call("Tokenize", request, pb.TokenizeResponse)).token_ids)
 
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -184,10 +184,13 @@ def generate_request(prompt: Prompt, model: str, **options: Any) -> pb.GenerateR
         raise RequestError(f"the request cannot be sent: {error}") from None
 
 
-def score_request(prompt: Prompt, model: str, top_logprobs: int, cache_salt: str) -> pb.ScoreRequest:
+def score_request(prompt: Prompt, model: str, top_logprobs: int, cache_salt: str, first: int = 1) -> pb.ScoreRequest:
     """Build a ScoreRequest; raise RequestError for invalid values."""
+    options: dict[str, Any] = {"top_logprobs": top_logprobs, "cache_salt": cache_salt}
+    if first != 1:  # servers of before this field score all
+        options["first"] = first
     try:
-        return pb.ScoreRequest(model=model, top_logprobs=top_logprobs, cache_salt=cache_salt, **_prompt(prompt))
+        return pb.ScoreRequest(model=model, **options, **_prompt(prompt))
     except (TypeError, ValueError) as error:
         raise RequestError(f"the request cannot be sent: {error}") from None
 
@@ -210,12 +213,19 @@ def embed_request(inputs: Sequence[str | Sequence[int]], model: str, dimensions:
         raise RequestError(f"the request cannot be sent: {error}") from None
 
 
-def tokenize_request(prompt: str | Sequence[Mapping[str, Any]], model: str, add_special_tokens: bool) -> Any:
+def tokenize_request(
+    prompt: str | Sequence[Mapping[str, Any]], model: str, add_special_tokens: bool, **of_chat: Any
+) -> Any:
     """Build a TokenizeRequest; raise RequestError for invalid values."""
     fields = _prompt(prompt)
     if "token_ids" in fields:
         raise RequestError("these are token ids already; give a text or chat messages")
-    return pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens, **fields)
+    if of_chat and "text" in fields:
+        raise RequestError(f"{', '.join(of_chat)}: of a conversation; give the prompt as a list of chat messages")
+    try:
+        return pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens, **of_chat, **fields)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"the request cannot be sent: {error}") from None
 
 
 def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:

@@ -114,6 +114,23 @@ def test_a_scored_prompt_is_found_and_goes_on_with_the_same_bits(tiny_artifact: 
         assert llm.score(text, num_top=2) == score
 
 
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_the_scores_of_last_tokens_are_those_of_the_whole(tiny_artifact: Path, num_top: int) -> None:
+    """The cache has what is before them or not, and a step holds a part of the text."""
+    text = [number * 7 % 100 for number in range(150)]
+    with LLM(tiny_artifact, max_num_batched_tokens=64, num_threads=1) as llm:
+        fresh = llm.score(text, num_top, first=130, cache_salt="fresh")
+        whole = llm.score(text, num_top, cache_salt="whole")
+        for first in (1, 2, 31, 32, 33, 34, 64, 65, 149):
+            found = llm.score(text, num_top, first=first, cache_salt="whole")
+            assert found.logprobs == whole.logprobs[first - 1 :] and found.argmax == whole.argmax[first - 1 :]
+            assert found.rows == (whole.rows[first - 1 :] if num_top else [])
+        assert fresh.logprobs == whole.logprobs[129:]
+        for first, message in ((0, "expected at least 1"), (150, "of a text of 150 tokens, 1 to 149 can be scored")):
+            with pytest.raises(RequestError, match=message):
+                llm.score(text, first=first)
+
+
 def test_scores_with_the_likeliest_tokens_of_each_place(llm: LLM) -> None:
     """The numbers are the same, and a greedy answer's tokens have the highest of their place, to the bit."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_runner import FULL, make_engine
+from fake_runner import FULL, FakeRunner, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from inferc.runtime.kv_cache.block_pool import BlockPool
 from inferc.runtime.kv_cache.events import Stored
 from inferc.runtime.kv_cache.hashing import block_hash, extend_hashes, root_hash
 from inferc.runtime.kv_cache.manager import KVCacheManager
+from inferc.runtime.step.plan import I32, StepPlan
 from inferc.runtime.step.sampling_params import SamplingParams
 
 WINDOW, CHUNK = WindowCacheGroup(8, window=6), ChunkCacheGroup(8, window=8)
@@ -110,6 +111,8 @@ def test_only_requests_of_one_salt_share(engine: Engine) -> None:
 
 def score(engine: Engine, text: list[int], **options: Any) -> Score:
     """Score one text while nothing else runs."""
+    assert isinstance(engine.runner, FakeRunner)
+    engine.runner.scored_text = text
     engine.score(f"s{next(NAMES)}", text, **options)
     while engine.has_work:
         engine.step()
@@ -130,6 +133,32 @@ def test_what_was_scored_is_found(groups: tuple[CacheGroup, ...]) -> None:
     assert score(engine, text) == found == score(make_engine(groups=groups), text)
     assert engine.stats().scheduled_tokens == scheduled, "a score takes no step of the schedule"
     assert engine.scheduler.cache.usage == 0.0
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, CHUNK)], ids=str)
+def test_what_is_before_scored_tokens_is_computed_once(
+    groups: tuple[CacheGroup, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of 4: of 30 tokens and 4 continuations, the later ones compute what is behind the first 28."""
+    engine, text, counts = make_engine(groups=groups, prefix_cache=True), [number % 50 for number in range(30)], []
+    compute = engine.runner.score
+
+    def counted(plan: StepPlan, targets: I32) -> Any:
+        counts.append(len(plan.token_ids))
+        return compute(plan, targets)
+
+    monkeypatch.setattr(engine.runner, "score", counted)
+    whole = score(engine, [*text, 1, 2])
+    assert sum(counts) == 31
+    counts.clear()
+    for last in (1, 2, 3, 4):
+        found = score(engine, [*text, last, 2], first=30)
+        if last == 1:
+            assert found.logprobs == whole.logprobs[29:]
+    assert counts == [3, 3, 3, 3]
+    counts.clear()
+    score(engine, [*text, 1, 2], first=30, cache_salt="other")
+    assert sum(counts) == 31
 
 
 def test_what_was_scored_is_found_by_those_of_its_salt(engine: Engine) -> None:

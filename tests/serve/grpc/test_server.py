@@ -283,7 +283,7 @@ def test_a_request_has_its_name_while_its_prompt_is_scored() -> None:
     """So that Abort finds it."""
     names: list[str] = []
 
-    async def score(prompt: list[int], top: int, request_id: str = "", cache_salt: str = "") -> None:
+    async def score(prompt: list[int], top: int, request_id: str = "", cache_salt: str = "", first: int = 1) -> None:
         names.append(request_id)
         raise RequestAborted("aborted")
 

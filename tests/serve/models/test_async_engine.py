@@ -46,7 +46,9 @@ class Script:
         self.prompts.append(list(prompt_token_ids))
         return request_id
 
-    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "") -> str:
+    def score(
+        self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "", first: int = 1
+    ) -> str:
         return self.add(token_ids, SamplingParams(), sink)
 
     def embed(self, token_ids: Sequence[int], sink: Sink) -> str:

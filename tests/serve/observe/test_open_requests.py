@@ -47,7 +47,9 @@ class Script:
         self.sinks[engine_id] = sink
         return engine_id
 
-    def score(self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "") -> str:
+    def score(
+        self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "", first: int = 1
+    ) -> str:
         return self.add(token_ids, SamplingParams(), sink)
 
     def embed(self, token_ids: Sequence[int], sink: Sink) -> str:
