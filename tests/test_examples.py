@@ -48,6 +48,11 @@ def test_sampling(tiny_artifact: Path, tmp_path: Path) -> None:
     assert first.count("---") == 3 and first == second
 
 
+def test_program(tiny_artifact: Path, tmp_path: Path) -> None:
+    out = run("program.py", tiny_artifact, cwd=tmp_path)
+    assert out.count("---") == 2 and out.rstrip().endswith("prompt tokens were in the cache")
+
+
 @pytest.mark.slow
 def test_own_pass(tmp_path: Path) -> None:
     plain, tokens, own, same_tokens = run("own_pass.py", tmp_path / "out", cwd=tmp_path).splitlines()

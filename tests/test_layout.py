@@ -110,6 +110,7 @@ FOLDERS = {
         "measure",
         "offload",
         "openai",
+        "programs",
         "reasoning",
         "record",
         "rules",

@@ -98,6 +98,11 @@ class LLM:
         """The sampling parameters that the model's makers set, if they set any."""
         return dict(self._defaults)
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens with which the model ends an answer."""
+        return frozenset(self._model.eos_token_ids)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the SamplingParams of a request that gives none."""
         return self.sampling_params()
@@ -381,13 +386,17 @@ class Stream:
 
     def __init__(self, llm: LLM, request: OpenRequest) -> None:
         self._llm, self._request = llm, request
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: aborted
+
+    def abort(self) -> None:
+        """End a `for` loop over the answer, and the request with it; any thread may call this."""
+        self._events.put(None)
 
     def __iter__(self) -> Iterator[RequestOutput]:
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        request = self._begin(events.put)
+        request = self._begin(self._events.put)
         try:
-            while not request.is_done:
-                if self._llm._take(request, events.get()):
+            while not request.is_done and (event := self._events.get()) is not None:
+                if self._llm._take(request, event):
                     yield request.answer
                     request.clear_new_text()
         finally:

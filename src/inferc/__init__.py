@@ -1,7 +1,7 @@
 """inferc: an ahead-of-time compiler and runtime for LLM inference.
 
-`compile` makes an artifact of a model, and `LLM` generates text with one. Names are imported at their first use, so
-`import inferc` is cheap and the runtime never loads the compiler.
+`compile` makes an artifact of a model, `LLM` generates text with one, and `program` makes functions that do so in
+steps. Names are imported at their first use, so `import inferc` is cheap and the runtime never loads the compiler.
 """
 
 from importlib import import_module
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from inferc.runtime.engine.beam_search import BeamSearchParams
     from inferc.runtime.engine.llm import LLM
     from inferc.runtime.engine.request_output import CompletionOutput, RequestOutput
+    from inferc.runtime.programs.expressions import gen, select
+    from inferc.runtime.programs.program import program
+    from inferc.runtime.programs.vote import vote
     from inferc.runtime.step.sampling_params import SamplingParams
     from inferc.runtime.step.structured_outputs import StructuredOutputs
 
@@ -46,7 +49,11 @@ __all__ = [
     "VerifyError",
     "__version__",
     "compile",
+    "gen",
     "load",
+    "program",
+    "select",
+    "vote",
 ]
 
 HOMES = {
@@ -58,6 +65,10 @@ HOMES = {
     "BeamSearchParams": "runtime.engine.beam_search",
     "CompletionOutput": "runtime.engine.request_output",
     "RequestOutput": "runtime.engine.request_output",
+    "gen": "runtime.programs.expressions",
+    "select": "runtime.programs.expressions",
+    "program": "runtime.programs.program",
+    "vote": "runtime.programs.vote",
     "SamplingParams": "runtime.step.sampling_params",
     "StructuredOutputs": "runtime.step.structured_outputs",
 }

@@ -44,7 +44,7 @@ def live(client: Client, n: int) -> Iterator[None]:
     try:
         yield
     finally:
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         wait_until(lambda: client.loads().num_requests == 0, "the request is gone")
 
 

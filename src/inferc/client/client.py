@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, final
 
@@ -40,6 +40,7 @@ from inferc.client.messages import (
     token_ids,
     tokenize_request,
 )
+from inferc.client.programs import ClientEndpoint
 from inferc.errors import RequestError
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
 
@@ -110,7 +111,7 @@ class Client:
         tap: bool = False,
         prompt_logprobs: int | None = None,
         **sampling: Any,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta]:
         """Stream an answer; `sampling` are the fields of inferc.v1.SamplingParams, for example max_tokens=64.
 
         tap: the server keeps this request's values of the tensors that it was started to tap. prompt_logprobs: the
@@ -123,7 +124,7 @@ class Client:
         options = {"request_id": request_id, "tap": tap, "prompt_logprobs": prompt_logprobs}
         return self._deltas(generate_request(prompt, self.model, **options, **sampling))
 
-    def _deltas(self, request: pb.GenerateRequest) -> Iterator[Delta]:
+    def _deltas(self, request: pb.GenerateRequest) -> Generator[Delta]:
         tries = Tries(self.retries, self.timeout)
         while True:
             has_begun = False
@@ -169,6 +170,10 @@ class Client:
     def abort(self, request_id: str) -> bool:
         """End a request that runs elsewhere; return whether it was still running."""
         return bool(self._call("Abort", pb.AbortRequest(request_id=request_id), pb.AbortResponse).aborted)
+
+    def program_endpoint(self) -> ClientEndpoint:
+        """Return what `inferc.program` runs on: this connection's model."""
+        return ClientEndpoint(self)
 
     # ----------------------------------------------------------------------------------------- text, models
 

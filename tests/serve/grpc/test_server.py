@@ -249,7 +249,7 @@ def test_a_client_that_leaves_frees_its_blocks(slow: Server) -> None:
         stream = client.generate("abc", **ENDLESS)
         next(stream)
         assert client.loads().kv_usage > 0 and client.loads().num_requests == 1
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         wait_until_idle(client)
 
 

@@ -101,7 +101,7 @@ def test_requests_are_counted_as_they_went(own: Server) -> None:
             list(stream)
         left = client.generate("abc", n=64, max_tokens=200, ignore_eos=True)
         next(left)
-        left.close()  # type: ignore[attr-defined]
+        left.close()
     wait_until(lambda: page(own.url)["inferc_requests_open"] == 0, "all are over")
     request(own.url, "/v1/completions", {"prompt": "a", "max_tokens": 0})
     request(own.url, "/no/such/path")

@@ -165,7 +165,7 @@ def test_requests_are_aborted_by_who_made_them(locked: Server) -> None:
             stream = alice.generate("abc", request_id="mine", max_tokens=3000, n=4, ignore_eos=True)
             next(stream)
             assert who.abort("mine") is may
-            stream.close()  # type: ignore[attr-defined]
+            stream.close()
 
 
 def test_a_salted_key_shares_what_it_scored_with_nobody(locked: Server) -> None:
