@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clients import environment, run_client, run_node_client
+from clients import ROOT, environment, run_client, run_node_client
 from http_calls import request
+from serving import Server
+
+from inferc.compiler.build import compile
+from inferc.config import CompileConfig
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +115,29 @@ def test_llm_gets_answers_of_a_schema(folder: Path) -> None:
     assert json.loads(done.stdout)["verdict"] in ("yes", "no")
     free = llm(folder, "-m", "ours", "Say hi", "-o", "json_object", "true", *GREEDY)
     assert free.returncode == 0 and free.stdout.startswith("{"), free.stderr
+
+
+# ----------------------------------------------------------------------------------------------------- DSPy
+
+
+@pytest.fixture(scope="module")
+def dspy(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Ask a model that ships: DSPy's prompts are too long for the tiny one."""
+    environment("dspy")
+    folder = tmp_path_factory.mktemp("dspy") / "small"
+    compile(ROOT / "examples" / "models" / "tiny-llama", folder, CompileConfig(certify="none"))
+    with Server(folder) as server:
+        return run_client("dspy", "check_dspy.py", server.url, folder.name)
+
+
+@pytest.mark.parametrize("module", ["predict", "reasoned", "json"])
+def test_dspy_reads_the_fields_of_answers(dspy: Any, module: str) -> None:
+    """Predict and ChainOfThought in its own form of chats, and Predict as JSON by the schema that it sends."""
+    found = dspy[module]
+    assert found["verdict"] in ("yes", "no") and type(found["certainty"]) is int
+    assert module == "json" or 10 <= found["certainty"] <= 99
+    assert ("reasoning" in found) == (module == "reasoned") and found.get("reasoning", "so") != ""
+    assert found["usage"]["prompt_tokens"] > 100 and found["usage"]["completion_tokens"] > 5
 
 
 # ----------------------------------------------------------------------------------------------- JavaScript
