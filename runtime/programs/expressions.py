@@ -20,6 +20,8 @@ ELSEWHERE = {
     "prompt_logprobs": "select tells the log probabilities of its choices",
     "tap": "LLM.generate keeps values",
     "skip_special_tokens": "a program's text has special tokens only where it writes them",
+    "choices": "select takes them, and choice holds a generation to one of some texts",
+    "json_schema": "give json",
     "structured_outputs": f"give {', '.join(FORMS)}",
 }
 Error = TypeVar("Error", bound=InfercError)

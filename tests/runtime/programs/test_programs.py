@@ -326,6 +326,46 @@ def test_what_is_kept_of_an_answer_is_its_text(answer: str, cut: int, is_ended: 
     assert kept == list(text.encode())
 
 
+STEPS = st.recursive(
+    st.one_of(st.text("ab é", max_size=3), st.just("GEN"), st.just("SELECT"), st.just("READ")),
+    lambda steps: st.lists(steps, max_size=5),
+    max_leaves=12,
+)
+
+
+@given(st.lists(STEPS, max_size=6))
+def test_tokens_are_only_added_whatever_is_appended(steps: list[Any]) -> None:
+    """Each prompt begins with what its state had before, in branches too, and the tokens are those of the text."""
+
+    def take(s: State, steps: list[Any]) -> None:
+        for step in steps:
+            before = s.token_ids if step == "READ" else None
+            if isinstance(step, list):
+                for branch in s.fork(2):
+                    take(branch, step)
+            elif step == "GEN":
+                s += "."
+                s += gen("x")
+            elif step == "SELECT":
+                s += ":"
+                s += select("y", ["é", "a"])
+            elif before is None:
+                s += step
+            else:
+                assert s.token_ids[: len(before)] == before == list(s.text.encode())
+
+    @program
+    def runs(s: State) -> None:
+        take(s, steps)
+
+    endpoint = FakeEndpoint(echo)
+    s = runs.run(endpoint)
+    assert s.token_ids == list(s.text.encode())
+    prompts = [request.prompt for request in endpoint.opened]
+    assert all(prompt.endswith(".") for prompt in prompts)
+    check_nothing_is_left(endpoint)
+
+
 def errors_of(function: Callable[[State], Any]) -> str:
     with pytest.raises(InfercError) as raised:
         program(function).run(FakeEndpoint(echo))
@@ -347,6 +387,7 @@ def errors_of(function: Callable[[State], Any]) -> str:
             lambda s: gen("x", tempreature=1),
             'gen("x"): unknown sampling parameter tempreature; did you mean temperature',
         ),
+        (lambda s: gen("x", choices=["a", "b"]), "choices is not for a program's generation; select takes them"),
         (lambda s: gen("x", json={}, regex="a"), "structured_outputs: expected one of"),
         (lambda s: gen(5), "gen(5): a variable's name is a text, found 5"),  # type: ignore[arg-type]
         (lambda s: select("x", ["a"]), 'select("x"): choices: expected a list of two texts or more, found ["a"]'),

@@ -220,6 +220,30 @@ def test_a_chat_over_a_server(chatting: LLM, tooled: Any) -> None:
         assert there.text == here.text and there.token_ids == here.token_ids
 
 
+def test_a_server_scores_from_a_token_on_and_writes_next_turns(chatting: LLM, tooled: Any) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "zq"}]
+    with Client(tooled.address, timeout=60) as client:
+        text = client.tokenize(TEXT)
+        whole, last = client.score(text), client.score(text, first=len(text) - 3)
+        assert [entry.token_id for entry in last.logprobs] == text[-3:] == list(last.token_ids[-3:])
+        assert [entry.logprob for entry in last.logprobs] == [entry.logprob for entry in whole.logprobs[-3:]]
+        for first in (0, len(text)):
+            with pytest.raises(RequestError, match=f"first is {first}; of a text of {len(text)} tokens, 1 to"):
+                client.score(text, first=first)
+        ends = client.tokenize(messages, num_known=1, mark="zq", add_generation_prompt=False)
+        again = client.tokenize([*messages, messages[0]], num_known=2, mark="zq")
+        whole_ids = client.tokenize([*messages, messages[0]])
+        assert not ends, "this template writes nothing behind an answer"
+        assert client.detokenize(again, skip_special_tokens=False) == "<|user|>hi<|assistant|>"
+        assert whole_ids[-len(again) :] == again and len(client.tokenize(messages[:1])) > len(messages)
+        with pytest.raises(RequestError, match="num_known is 3; expected 0 to 2, the number of messages"):
+            client.tokenize(messages, num_known=3)
+        with pytest.raises(RequestError, match="num_known: of a conversation; give the prompt as a list of chat mess"):
+            client.tokenize("text", num_known=1)
+        with pytest.raises(RequestError, match="the request cannot be sent"):
+            client.tokenize(messages, num_knwon=1)
+
+
 def test_leaving_a_stream_of_a_server_frees_its_request(served: str) -> None:
     with Client(served, timeout=60) as client:
         for piece in two_steps.stream(client, text=TEXT):
