@@ -16,6 +16,7 @@ FORMS = ("json", "json_object", "regex", "choice", "grammar")
 # Parameters of a request that a generation within a program does not have.
 ELSEWHERE = {
     "n": "fork the state, or vote",
+    "best_of": "fork the state, or vote",
     "logprobs": "select tells the log probabilities of its choices",
     "prompt_logprobs": "select tells the log probabilities of its choices",
     "tap": "LLM.generate keeps values",
