@@ -16,9 +16,9 @@ from inferc.runtime.engine import keywords
 from inferc.runtime.engine.absent import OF_LLM, absent
 from inferc.runtime.engine.beam_search import BeamSearchOutput, BeamSearchParams, likely_by, search, with_texts
 from inferc.runtime.engine.best_of import best, computed
+from inferc.runtime.engine.chats import OF_CHAT, Chats
 from inferc.runtime.engine.load import load_engine, model_defaults, model_limits
 from inferc.runtime.engine.loop import Embedded, EngineThread, Event, Failed, Scored
-from inferc.runtime.engine.offered_tools import OfferedTools
 from inferc.runtime.engine.progress_bar import ProgressBar
 from inferc.runtime.engine.prompts import ParsedPrompt, Prompt, parse_prompt, parse_prompts
 from inferc.runtime.engine.request_output import (
@@ -46,17 +46,6 @@ from inferc.runtime.text.hf_tokenizer import HfTokenizer
 from inferc.runtime.text.tokenizer import Text
 
 Messages: TypeAlias = Sequence[dict[str, Any]]
-
-OF_CHAT = (
-    "messages",
-    "sampling_params",
-    "use_tqdm",
-    "add_generation_prompt",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-)
 
 
 @final
@@ -158,6 +147,8 @@ class LLM:
         tool_choice: Any = None,
         parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        separate_reasoning: bool = False,
+        max_reasoning_tokens: int | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several with the model's chat template; a message has `role` and `content`.
@@ -165,18 +156,22 @@ class LLM:
         sampling_params: None takes the model's defaults, with which an answer may be as long as fits unless they limit
         it. tools: as OpenAI has them, for the template; calls in an answer are the `tool_calls` of its outputs, and in
         their text. tool_choice and parallel_tool_calls, OpenAI's too, hold answers to the tools; else they are free.
-        chat_template_kwargs: further variables of the template, as `enable_thinking`. use_tqdm, others: as in
-        `generate`.
+        The `reasoning` of an output is in its text, too, unless separate_reasoning: then a form begins behind it, as
+        over HTTP, and it ends after max_reasoning_tokens. chat_template_kwargs: further variables of the template, as
+        `enable_thinking`. use_tqdm, others: as in `generate`.
         """
         keywords.refuse("LLM.chat", others, OF_CHAT)
-        offered = OfferedTools(self.text, tools, tool_choice, parallel_tool_calls)
+        chats = Chats(self.text, tools, tool_choice, parallel_tool_calls, separate_reasoning, max_reasoning_tokens)
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
         each = self._params_of(sampling_params or from_chat({}, self._defaults), len(many))
-        of_request = {"add_generation_prompt": add_generation_prompt, "tools": offered.for_template}
+        of_request = {"add_generation_prompt": add_generation_prompt, "tools": chats.for_template}
         options = {**(chat_template_kwargs or {}), **of_request}
-        prompts = [ParsedPrompt(token_ids=self.text.encode_chat(one, **options)) for one in many]  # type: ignore[arg-type]
-        requests = [self._request(prompt, offered.held(params)) for prompt, params in zip(prompts, each, strict=True)]
-        return offered.read(self._run(requests, use_tqdm))
+        prompts = [self.text.encode_chat(one, **options) for one in many]  # type: ignore[arg-type]
+        requests = [
+            self._request(ParsedPrompt(token_ids=ids), *chats.asked(ids, params))
+            for ids, params in zip(prompts, each, strict=True)
+        ]
+        return chats.read(self._run(requests, use_tqdm))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
         """Complete one prompt, and iterate with `for` or `async for` over the answer as it grows.
@@ -189,14 +184,18 @@ class LLM:
         )
 
     def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams, done: Callable[[RequestOutput | InfercError], None]
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        done: Callable[[RequestOutput | InfercError], None],
+        marks: Mapping[int, str] | None = None,
     ) -> str:
         """Start to complete one prompt, and return an id.
 
-        `done` gets the whole answer, or the error, on a thread of the engine's. Raises RequestError if `prompt` is no
-        prompt, InfercError if the engine has stopped.
+        `done` gets the whole answer, or the error, on a thread of the engine's. marks: what the text has for tokens
+        that are markers. Raises RequestError if `prompt` is no prompt, InfercError if the engine has stopped.
         """
-        request = self._request(parse_prompt(prompt), params)
+        request = self._request(parse_prompt(prompt), params, marks)
 
         def sink(event: Event) -> None:
             try:
@@ -291,9 +290,11 @@ class LLM:
 
     # ---------------------------------------------------------------------------------------------- inside
 
-    def _request(self, prompt: ParsedPrompt, params: SamplingParams) -> OpenRequest:
+    def _request(
+        self, prompt: ParsedPrompt, params: SamplingParams, marks: Mapping[int, str] | None = None
+    ) -> OpenRequest:
         """Return a request for a whole answer."""
-        request = OpenRequest.begin(self._text, prompt, computed(params))
+        request = OpenRequest.begin(self._text, prompt, computed(params), marks)
         request.asked = changed(params)  # they may be changed while the request runs
         return request
 

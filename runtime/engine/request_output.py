@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ class CompletionOutput:
     answer is not the model's own.
     new_text: what a stream's latest piece added to `text`.
     tool_calls: the calls of tools in the answer, where a conversation offered tools.
+    reasoning: the reasoning of an answer to a conversation, if the model wrote any.
     """
 
     index: int
@@ -38,6 +40,7 @@ class CompletionOutput:
     num_forgotten_tokens: int = 0
     new_text: str = ""
     tool_calls: list[Call] = field(default_factory=list)
+    reasoning: str = ""
     stop_token_ids: tuple[int, ...] = field(default=(), repr=False, compare=False)  # those of the request
 
     @property
@@ -130,8 +133,10 @@ class OpenRequest:
     is_counted: bool = False
 
     @staticmethod
-    def begin(text: Text | None, prompt: ParsedPrompt, params: SamplingParams) -> OpenRequest:
-        """Make a request of a prompt; raises RequestError for text without a tokenizer."""
+    def begin(
+        text: Text | None, prompt: ParsedPrompt, params: SamplingParams, marks: Mapping[int, str] | None = None
+    ) -> OpenRequest:
+        """Make a request of a prompt; raises RequestError for text without a tokenizer. marks: as in TextStream."""
         if params.stop and text is None:
             raise RequestError("stop strings need a tokenizer, which this artifact does not have; use stop_token_ids")
         if prompt.cache_salt is not None:
@@ -142,7 +147,8 @@ class OpenRequest:
         ids = prompt_ids(text, prompt)
         outputs = [CompletionOutput(index, stop_token_ids=params.stop_token_ids) for index in range(params.n)]
         answer = RequestOutput(prompt.text, ids, outputs)
-        return OpenRequest(params, answer, [] if text is None else [TextStream(text, params) for _ in outputs], text)
+        streams = [] if text is None else [TextStream(text, params, marks) for _ in outputs]
+        return OpenRequest(params, answer, streams, text)
 
     @property
     def is_done(self) -> bool:

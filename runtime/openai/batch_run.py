@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
 
@@ -19,8 +19,11 @@ from inferc.runtime.engine.llm import LLM
 from inferc.runtime.engine.request_output import CompletionOutput, RequestOutput
 from inferc.runtime.openai.answer import Answer, Token, error_body, response_body
 from inferc.runtime.openai.batch_file import BatchInput, BatchOutput, BatchRequest, Line
+from inferc.runtime.openai.reasoning import Shown, with_reasoning
+from inferc.runtime.openai.reasoning_wishes import as_the_model_can
 from inferc.runtime.openai.request import OpenAIRequest, Prompt, parse_request
 from inferc.runtime.openai.tool_calls import with_said
+from inferc.runtime.reasoning.reasoning import Reasoning, reasoning_of
 from inferc.runtime.tools.call_reader import Said, read_calls
 from inferc.runtime.tools.tools import held
 from inferc.system.progress import Progress, silent
@@ -79,7 +82,9 @@ class LocalBackend:
         self.defaults: Mapping[str, Any] = llm.defaults
         self._llm = llm
         self._concurrency = concurrency
-        self._results: queue.SimpleQueue[tuple[Ticket, RequestOutput | InfercError]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Ticket, Reasoning | None, RequestOutput | InfercError]] = (
+            queue.SimpleQueue()
+        )
 
     def said(self, request: OpenAIRequest, output: CompletionOutput) -> Said | None:
         if request.tools is None:
@@ -91,25 +96,44 @@ class LocalBackend:
         return self._concurrency - num_open
 
     def start(self, ticket: Ticket, prompt: Prompt) -> None:
-        job, ids = ticket[0], prompt
-        request, params = job.request, job.request.params
-        if request.kind == "chat":
-            params, _ = held(params, request.tools, self._llm.text.check_calls)
-            ids = self._llm.text.encode_chat(prompt, **request.template)  # type: ignore[arg-type]
-        self._llm.submit(ids, params, lambda result: self._results.put((ticket, result)))  # type: ignore[arg-type]
+        job, ids, params = ticket[0], prompt, ticket[0].request.params
+        reasoning: Reasoning | None = None
+        if job.request.kind == "chat":
+            text = self._llm.text
+            request = job.request = as_the_model_can(job.request, text)
+            params, _ = held(params, request.tools, text.check_calls)
+            ids = text.encode_chat(prompt, **request.template)  # type: ignore[arg-type]
+            reasoning, params = reasoning_of(text, ids, params, request.max_reasoning_tokens)
+        marks = None if reasoning is None or job.request.reasoning == "in_text" else reasoning.marks
+
+        def done(result: RequestOutput | InfercError) -> None:
+            self._results.put((ticket, reasoning, result))
+
+        self._llm.submit(ids, params, done, marks)  # type: ignore[arg-type]
 
     def finished(self) -> list[tuple[Ticket, Result]]:
-        return [(ticket, _answer(result)) for ticket, result in take_all(self._results)]
+        return [
+            (ticket, _answer(result, reasoning, ticket[0].request.reasoning))
+            for ticket, reasoning, result in take_all(self._results)
+        ]
 
     def token(self, token_id: int) -> Token:
         data = self._llm.text.token_bytes(token_id)
         return data.decode(errors="replace"), list(data)
 
 
-def _answer(result: RequestOutput | InfercError) -> Result:
+def _answer(result: RequestOutput | InfercError, reasoning: Reasoning | None, shown: Shown | None) -> Result:
     if isinstance(result, InfercError):
         return result
-    return Answer(len(result.prompt_token_ids), result.num_cached_tokens, result.outputs)
+    counts = (len(result.prompt_token_ids), result.num_cached_tokens)
+    if reasoning is None:
+        return Answer(*counts, result.outputs)
+    told = [reasoning.told(each.text, each.token_ids, each.finish_reason) for each in result.outputs]
+    outputs = result.outputs
+    if shown != "in_text":
+        outputs = [replace(output, text=each.text) for output, each in zip(outputs, told, strict=True)]
+    thoughts = [each.reasoning for each in told] if shown == "apart" else []
+    return Answer(*counts, outputs, thoughts, sum(each.num_tokens for each in told))
 
 
 def take_all(results: queue.SimpleQueue[Any], timeout: float | None = None) -> Iterator[Any]:
@@ -224,19 +248,22 @@ class BatchRun:
             if job.error is not None:
                 raise job.error
             body = response_body(job.request, answers, name, self.backend.model, int(time.time()), self.backend.token)
-            self._separate_calls(job, answers, body["choices"])
+            self._separate(job, answers, body["choices"])
+            body |= {"warnings": job.request.warnings} if job.request.warnings else {}
         except OF_A_REQUEST as error:
             self._write(job.asked, *error_body(error))
         else:
             self.num_tokens += body["usage"]["completion_tokens"]
             self._write(job.asked, 200, body)
 
-    def _separate_calls(self, job: Job, answers: Sequence[Answer], choices: list[dict[str, Any]]) -> None:
-        """Give the choices of an answer their calls of tools apart from their texts."""
+    def _separate(self, job: Job, answers: Sequence[Answer], choices: list[dict[str, Any]]) -> None:
+        """Give the choices of an answer their calls of tools and their reasoning apart from their texts."""
         outputs = [output for answer in answers for output in answer.outputs]
         for index, (choice, output) in enumerate(zip(choices, outputs, strict=True)):
             if (said := self.backend.said(job.request, output)) is not None:
                 choices[index] = with_said(choice, said)
+        for index, reasoning in enumerate(each for answer in answers for each in answer.reasoning):
+            choices[index] = with_reasoning(choices[index], reasoning)
 
     def _write(self, asked: BatchRequest, status: int, body: Mapping[str, Any]) -> None:
         self.output.append(asked, f"req_{secrets.token_hex(12)}", status, body)

@@ -92,7 +92,7 @@ SERVED = frozenset(
 )
 # Fields that chats support, and nothing else does.
 OF_TOOLS = ("tools", "tool_choice")
-OF_REASONING = ("include_reasoning", *LIMITS)
+OF_REASONING = ("include_reasoning", "chat_template_kwargs", "reasoning_effort", *LIMITS)
 # Fields that only a chat template reads; they are refused with a plain prompt, which no template writes.
 OF_CHATS = ("chat_template_kwargs", "add_generation_prompt", "include_reasoning", *LIMITS)
 # Variables of a template that a request sets through its own fields, not through chat_template_kwargs.
@@ -178,7 +178,7 @@ def parse_request(
     if url == COMPLETIONS:
         check_is_no_chat(body)
     is_chat = url == CHAT
-    sampling = sampling_of(body, is_served, takes_tools=is_chat, takes_reasoning=is_chat and is_served)
+    sampling = sampling_of(body, is_served, takes_tools=is_chat, takes_reasoning=is_chat)
     read = _chat if url == CHAT else _completion
     return replace(read(body, sampling, is_served, defaults or {}), warnings=warnings_of(body, fields, FIXED))
 
@@ -331,8 +331,7 @@ def _chat(
     elif body.get("top_logprobs"):
         raise RequestError(f"top_logprobs is {shown(body['top_logprobs'])} without logprobs; set logprobs to true")
     request = chat_request(body, messages_of(body, has_calls=True), sampling, is_served, defaults)
-    if is_served:
-        request = replace(request, reasoning=shown_of(body), max_reasoning_tokens=limit_of(body))
+    request = replace(request, reasoning=shown_of(body), max_reasoning_tokens=limit_of(body))
     return with_tools(request, tools_of(body))
 
 

@@ -22,6 +22,15 @@ ANY: dict[str, Any] = {"type": "structural_tag", "format": {"type": "any_text"}}
 
 
 @dataclass(frozen=True)
+class Told:
+    """A whole answer: its reasoning, the text behind it, and how many tokens the reasoning has."""
+
+    reasoning: str
+    text: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Reasoning:
     """The way in which the reasoning of one answer is read.
 
@@ -58,6 +67,14 @@ class Reasoning:
         hidden = self.text.special_ids
         shown = {mark: "" if token in hidden else self.text.reasoning_marks[token] for token, mark in marks.items()}
         return ReasoningReader(opening, closing, self.state, form.trail if self.is_held else None, shown)
+
+    def told(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> Told:
+        """Return the parts of a whole answer, whose text has `marks`."""
+        reader, count = self.reader(), self.count()
+        count.push(token_ids)
+        parts = zip(reader.push(text), reader.finish(is_cut=finish_reason == "length"), strict=True)
+        reasoning, said = map("".join, parts)
+        return Told(reasoning, said, count.count)
 
     def count(self) -> ReasoningCount:
         """Return what counts the reasoning of an answer."""

@@ -70,11 +70,11 @@ def test_a_line_is_answered_as_over_http(tooled: Server, tooled_artifact: Path, 
 
 
 def test_what_grpc_does_not_send_is_refused(tooled: Server, tmp_path: Path) -> None:
-    said = [{"role": "assistant", "content": "a", "reasoning_content": "b"}, *HISTORY[:1]]
+    said = [{"role": "assistant", "content": "a", "name": "b"}, *HISTORY[:1]]
     rows = [row("a", {**BASE, "messages": said}, CHAT)]
     response = answer(write_rows(tmp_path / "in.jsonl", rows), tooled.address)["a"]
     assert response["status_code"] == 400
-    assert "reasoning_content is 'b', which is not sent over gRPC" in response["body"]["error"]["message"]
+    assert "name is 'b', which is not sent over gRPC" in response["body"]["error"]["message"]
 
 
 def test_a_model_that_knows_no_tools_refuses_them(tiny_artifact: Path, tmp_path: Path) -> None:

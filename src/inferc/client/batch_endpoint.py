@@ -116,6 +116,10 @@ class EndpointBackend:
             values.update(n=wanted.n, logprobs=wanted.logprobs)
         if request.kind == "chat":
             prompt = joined(prompt)  # type: ignore[arg-type]
+            values["max_reasoning_tokens"] = request.max_reasoning_tokens
+            values["reasoning"] = request.reasoning if request.reasoning != "apart" else None
+            template = {name: value for name, value in request.template.items() if name != "tools"}
+            values["chat_template_kwargs"] = template or None
         if values.get("max_tokens", 0) is None and "max_tokens" not in self.defaults:
             values["unlimited"] = True
         if request.tools is not None:
@@ -211,6 +215,7 @@ class _Pending:
         output = self._outputs[delta.index]
         is_first = not output.token_ids
         output.text += delta.text
+        output.reasoning += delta.reasoning
         output.token_ids += delta.token_ids
         output.finish_reason = delta.finish_reason
         for part in delta.tool_calls:
@@ -224,8 +229,11 @@ class _Pending:
         return int(is_first)
 
     def answer(self, params: SamplingParams) -> Answer:
-        outputs = best(self._outputs, params)
-        return Answer(self._usage.prompt_tokens, self._usage.cached_tokens, outputs)
+        outputs, usage = best(self._outputs, params), self._usage
+        is_told = usage.HasField("reasoning_tokens")
+        thoughts = [output.reasoning for output in outputs] if is_told else []
+        count = usage.reasoning_tokens if is_told else None
+        return Answer(usage.prompt_tokens, usage.cached_tokens, outputs, thoughts, count)
 
 
 def _logprobs(row: pb.TokenLogprobs) -> Logprobs:

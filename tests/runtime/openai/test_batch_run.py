@@ -20,7 +20,9 @@ class Echo:
     def __init__(self) -> None:
         self.seen: list[SamplingParams] = []
 
-    def submit(self, prompt: list[int], params: SamplingParams, sink: Callable[[RequestOutput], None]) -> None:
+    def submit(
+        self, prompt: list[int], params: SamplingParams, sink: Callable[[RequestOutput], None], marks: None
+    ) -> None:
         self.seen.append(params)
         sink(RequestOutput("a", prompt, [CompletionOutput(0, "b", [5], "stop")], 0))
 
