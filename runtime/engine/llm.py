@@ -173,15 +173,19 @@ class LLM:
         ]
         return chats.read(self._run(requests, use_tqdm))
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        marks: Mapping[int, str] | None = None,
+    ) -> Stream:
         """Complete one prompt, and iterate with `for` or `async for` over the answer as it grows.
 
         Each piece is the answer so far, and `new_text` of its outputs what is new. Leaving the loop aborts the request.
-        Raises RequestError at once for what is no prompt.
+        marks: as in `submit`. Raises RequestError at once for what is no prompt.
         """
-        return Stream(
-            self, OpenRequest.begin(self._text, parse_prompt(prompt), sampling_params or self.sampling_params())
-        )
+        params = sampling_params or self.sampling_params()
+        return Stream(self, OpenRequest.begin(self._text, parse_prompt(prompt), params, marks))
 
     def submit(
         self,

@@ -320,7 +320,7 @@ def chat(
     """Chat with the model; /clear forgets the conversation, /exit or end of input ends it.
 
     Ctrl-C stops an answer that is being generated; otherwise it ends the chat. A message that the model cannot take,
-    for example because the conversation has become too long, is left out of the conversation.
+    for example because the conversation has become too long, is left out of the conversation. Reasoning is dimmed.
 
     With --json, each line of standard input is a message, and the conversation is printed at the end, however it ends.
     """
@@ -345,12 +345,12 @@ def chat(
                     continue
                 messages.append({"role": "user", "content": line})
                 try:
-                    said = _answer(llm, messages, params, is_shown=not as_json)
+                    answer = _answer(llm, messages, params, is_shown=not as_json)
                 except RequestError as error:
                     messages.pop()
                     print(f"inferc: {error}; /clear forgets the conversation", file=sys.stderr)
                 else:
-                    messages.append({"role": "assistant", "content": said})
+                    messages.append(answer)
         finally:
             if as_json:
                 print_json({"messages": messages})
@@ -384,19 +384,28 @@ def _lines(as_json: bool) -> Iterator[str]:
             yield line
 
 
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, is_shown: bool) -> str:
-    """Generate and return the answer to a conversation, and print it as it comes if it is shown; Ctrl-C stops it."""
-    said = ""
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, is_shown: bool) -> dict[str, str]:
+    """Generate and return the answer to a conversation, and print it as it comes if it is shown; Ctrl-C stops it.
+
+    Its reasoning is dimmed on a terminal, and an empty line stands behind it.
+    """
+    from inferc.runtime.engine.chat_parts import parts_of
+
+    begin, end = ("\x1b[2m", "\x1b[22m") if sys.stdout.isatty() else ("", "")
+    thought = said = ""
     try:
-        for piece in _pieces(llm, llm.text.encode_chat(messages), params):
+        for idea, piece in parts_of(llm, messages, params):
+            before = begin if idea and not thought else ""
+            thought += idea
+            between = f"{end}\n\n" if piece and thought and not said else ""
             said += piece
             if is_shown:
-                say(piece, end="", flush=True)
+                say(before + idea + between + piece, end="", flush=True)
     except KeyboardInterrupt:
         pass  # the partial answer stays in the conversation
     if is_shown:
-        say()
-    return said
+        say("" if said or not thought else end)
+    return {"role": "assistant", "content": said, **({"reasoning_content": thought} if thought else {})}
 
 
 def _pieces(llm: LLM, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
