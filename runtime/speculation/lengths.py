@@ -10,9 +10,10 @@ from inferc.runtime.speculation.drafter import Offer
 from inferc.runtime.step.plan import F64, I64
 
 MOST_KINDS = 16
-STRENGTH = 6.0  # drafted tokens for which what is assumed of a kind counts
+STRENGTH = 2.0  # drafted tokens for which what is assumed of a kind counts
 OF_KIND = 4.0  # drafted tokens for which what is known of the kind counts for a sequence
-FORGETTING = 0.97  # the weight of an outcome relative to the one after it
+FORGETTING = 0.99  # the weight of an outcome relative to the one after it
+RELENTING = 0.997  # what is left of a sequence's bad record with each step in which it drafts nothing
 MARGIN = 1.02  # how much faster tokens must come with drafts than without
 
 
@@ -48,8 +49,8 @@ class Acceptance:
 
     def relent(self, slot: int) -> None:
         """Trust a sequence a little more, so that it is tried again some time."""
-        self._tried_of[slot] *= FORGETTING
-        self._chosen_of[slot] *= FORGETTING
+        self._tried_of[slot] *= RELENTING
+        self._chosen_of[slot] *= RELENTING
 
 
 def choose_counts(

@@ -88,9 +88,11 @@ class Speculation:
             return True
         self._rest -= 1
         decoding = batch.decoding().tolist()
-        if self._rest and not self._has_newcomer(batch) and not self.drafter.is_promising(batch, decoding):
+        is_called = self._rest > 0 and (self._has_newcomer(batch) or self.drafter.is_promising(batch, decoding))
+        if self._rest and not is_called:
             return False
-        self._rest, self._num_vain = 0, PATIENCE // 2
+        # A short trial, unless there is a reason to hope.
+        self._rest, self._num_vain = 0, PATIENCE // 2 if is_called else PATIENCE - 2
         return True
 
     def _has_newcomer(self, batch: Batch) -> bool:
@@ -186,7 +188,7 @@ class Speculation:
         self.stats.num_accepted += num_accepted
         self._acceptance.learn(slot, self._kinds[slot], num_drafted, num_accepted)
         if num_accepted:
-            self._next_rest = LEAST_REST
+            self._next_rest = max(LEAST_REST, self._next_rest // 2)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn how long a step of decoding sequences took."""
