@@ -122,6 +122,27 @@ class ModelDrafter:
             state = self._slots[slot]
             state.num_known, state.drafted = int(batch.num_known[slot]), ()
         places = [self._place(batch, slot) for slot in slots]
+        try:
+            self._go_on(batch, slots, counts, places, drafts)
+        finally:  # a place in a grammar is where the sequence is, whatever happens
+            for place, ids in zip(places, drafts, strict=True):
+                if place is not None and ids:
+                    place.matcher.rollback(len(ids))
+        for slot, ids in zip(slots, drafts, strict=True):
+            self._slots[slot].drafted = tuple(ids)
+            if ids:
+                self._slots[slot].num_computed = int(batch.num_known[slot]) + len(ids) - 1
+        return drafts
+
+    def _go_on(
+        self,
+        batch: Batch,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        places: Sequence[Constraint | None],
+        drafts: list[list[int]],
+    ) -> None:
+        """Append tokens to the drafts, one in each step, and go on with them in the grammars."""
         for depth in range(max(counts)):
             rows = [row for row, count in enumerate(counts) if count > depth == len(drafts[row])]
             rows = [row for row in rows if (place := places[row]) is None or not place.matcher.is_ended]
@@ -134,13 +155,6 @@ class ModelDrafter:
             for place, row, token in zip(held, rows, found.tolist(), strict=True):
                 if place is None or place.matcher.accept(token):
                     drafts[row].append(token)
-        for place, slot, ids in zip(places, slots, drafts, strict=True):
-            if place is not None and ids:
-                place.matcher.rollback(len(ids))
-            self._slots[slot].drafted = tuple(ids)
-            if ids:
-                self._slots[slot].num_computed = int(batch.num_known[slot]) + len(ids) - 1
-        return drafts
 
     def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
         """Return False: nothing tells beforehand whether drafts will be right."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from random_models import make_random_model
 
-from inferc import SamplingParams
+from inferc import InfercError, SamplingParams, StructuredOutputs
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
+from inferc.runtime.speculation.draft_model import ModelDrafter
+from inferc.runtime.speculation.forced import ForcedDrafter
 
 
 def always(engine: Engine) -> None:
@@ -71,3 +74,36 @@ def test_both_models_have_room_in_memory_of_no_given_size(tiny_artifact: Path, m
         counts.append(engine.scheduler.config.num_blocks[0])
         engine.close()
     assert counts[1] == counts[0] // 2 > 1
+
+
+def test_a_draft_model_that_breaks_costs_no_answer(tiny_artifact: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The place in the grammar of a sequence that is held to a form stays where it is, in the middle of a draft."""
+    form = StructuredOutputs(regex=r"[a-z]{30,40}-\d{4}")
+    params = SamplingParams(max_tokens=50, temperature=0, structured_outputs=form)
+
+    def answer(engine: Engine) -> list[int]:
+        engine.add_request("x", [5, 6, 7], params)
+        found: list[int] = []
+        while engine.has_work:
+            for output in engine.step():
+                found += output.token_ids
+        engine.close()
+        return found
+
+    expected = answer(load_engine(tiny_artifact, num_threads=1, max_num_seqs=1))
+    engine = load_engine(tiny_artifact, num_threads=1, max_num_seqs=1, speculate=f"draft:{tiny_artifact}")
+    always(engine)
+    assert engine.speculation is not None and isinstance(engine.speculation.drafter, ForcedDrafter)
+    drafter = engine.speculation.drafter._other
+    assert isinstance(drafter, ModelDrafter)
+    run, calls = drafter._run, []
+
+    def breaks(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 12:
+            raise InfercError("the draft model broke")
+        return run(*args)
+
+    drafter._run = breaks  # type: ignore[assignment, method-assign]
+    assert answer(engine) == expected and len(expected) > 20
+    assert len(calls) == 12 and "answers go on without" in caplog.text
