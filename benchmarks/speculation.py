@@ -25,10 +25,8 @@ from measured import report
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
-from inferc.runtime.grammar.grammars import Grammars
-from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import Offer
+from inferc.runtime.speculation.drafter import Drafter, Offer
 from inferc.runtime.speculation.speculation import Speculation
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.text.tokenizer import Text
@@ -57,27 +55,13 @@ TASKS = {
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.8, 0.9)
 
 
-class Oracle:
+class Oracle(Drafter):
     """A drafter that knows the answers, and drafts each token right with one probability."""
-
-    depth_seconds = 0.0
 
     def __init__(self) -> None:
         self.answers: dict[str, list[int]] = {}
         self.acceptance = 1.0
         self._random = random.Random(0)
-
-    def attach(self, cache: KVCacheManager) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
-        pass
-
-    def may_draft(self, batch: Batch) -> bool:
-        return True
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         return [Offer(15, int(10 * self.acceptance), 0.7) for _ in slots]
@@ -91,9 +75,6 @@ class Oracle:
             right = self.answers[seq.request_id][done : done + count]
             drafts.append([each if self._random.random() < self.acceptance else each ^ 1 for each in right])
         return drafts
-
-    def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
-        return False
 
 
 def main() -> None:

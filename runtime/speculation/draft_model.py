@@ -23,7 +23,7 @@ from inferc.runtime.grammar.masks import Constraint, FixedMasks
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.runners.api import Runner
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import NOTHING, Offer
+from inferc.runtime.speculation.drafter import NOTHING, Drafter, Offer
 from inferc.runtime.step.plan import I32, I64, SampleRows, StepPlan
 from inferc.runtime.step.sequence import Sequence as Seq
 
@@ -60,7 +60,7 @@ class _Slot:
     drafted: tuple[int, ...] = ()
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """The drafter of a smaller model, whose runner has as many blocks as the large model's full KV group.
 
     most: the most tokens that are drafted at once.
@@ -72,7 +72,12 @@ class ModelDrafter:
         self._content: dict[int, bytes] = {}  # by block, the hash of the tokens whose K and V it has
         self._table: I32 | None = None
         self._grammars: Grammars | None = None
-        self.depth_seconds = 0.0
+        self._depth_seconds = 0.0
+
+    @property
+    def depth_seconds(self) -> float:
+        """The time of a step of the draft model."""
+        return self._depth_seconds
 
     def attach(self, cache: KVCacheManager) -> None:
         """Share the block table of the first KV group that keeps all of its blocks."""
@@ -82,10 +87,6 @@ class ModelDrafter:
     def hold_to(self, grammars: Grammars, batch: Batch) -> None:
         """Hold drafts to the grammars of their sequences."""
         self._grammars = grammars
-
-    def may_draft(self, batch: Batch) -> bool:
-        """Return True: the model guesses after any text."""
-        return True
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         """Return what can be drafted for sequences whose tokens the draft model has computed.
@@ -151,14 +152,10 @@ class ModelDrafter:
             begun = time.perf_counter()
             held = [places[row] for row in rows]
             found = self._step(batch, [slots[row] for row in rows], [drafts[row][-1:] for row in rows], depth, held)
-            self.depth_seconds += LEARNING * (time.perf_counter() - begun - self.depth_seconds)
+            self._depth_seconds += LEARNING * (time.perf_counter() - begun - self._depth_seconds)
             for place, row, token in zip(held, rows, found.tolist(), strict=True):
                 if place is None or place.matcher.accept(token):
                     drafts[row].append(token)
-
-    def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
-        """Return False: nothing tells beforehand whether drafts will be right."""
-        return False
 
     def close(self) -> None:
         """Close the draft model's runner."""

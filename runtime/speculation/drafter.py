@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
@@ -28,7 +28,7 @@ class Offer:
 NOTHING = Offer(0)
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """A drafter for the sequences of one engine, on the engine's thread.
 
     Every token of a sequence is known when it is asked. A wrong draft costs time, and never changes an answer.
@@ -37,6 +37,7 @@ class Drafter(Protocol):
     @property
     def depth_seconds(self) -> float:
         """The time of drafting one token more for the sequences of a step."""
+        return 0.0
 
     def attach(self, cache: KVCacheManager) -> None:
         """Use the KV cache of the engine, whose block tables tell where a sequence's tokens are."""
@@ -46,15 +47,19 @@ class Drafter(Protocol):
 
     def may_draft(self, batch: Batch) -> bool:
         """Return whether anything can be drafted for any of the running sequences."""
+        return True
 
+    @abstractmethod
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         """Return what could be drafted for each of some running sequences."""
 
+    @abstractmethod
     def draft(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """Draft up to that many tokens for each of some of the sequences that `offers` was asked for."""
 
-    def close(self) -> None:
-        """Release what the drafter holds."""
-
     def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
         """Return whether it is worth to wait for the last tokens, after offers of late have led to nothing."""
+        return False
+
+    def close(self) -> None:
+        """Release what the drafter holds."""

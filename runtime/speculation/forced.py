@@ -21,7 +21,7 @@ Forced = Callable[[int], list[int]]
 """A function that returns the tokens that a slot's grammar leaves no choice about; none for a free sequence."""
 
 
-class ForcedDrafter:
+class ForcedDrafter(Drafter):
     """The drafter of forced tokens, and of what another drafter offers where there are none.
 
     most: the most tokens that are drafted at once. other: None drafts nothing else.

@@ -53,6 +53,19 @@ class Acceptance:
         self._chosen_of[slot] *= RELENTING
 
 
+def can_pay(rate: float, num_tokens: int, times: F64, waiting: float, depth_cost: float) -> bool:
+    """Return whether a token more for some of a step's sequences pays, as `choose_counts` would choose.
+
+    rate: the probability that each is chosen; the other arguments are those of `choose_counts`.
+    """
+    most = min(num_tokens, len(times) - 1 - num_tokens)
+    if most <= 0:
+        return False
+    costs = times[num_tokens + 1 : num_tokens + 1 + most] + waiting + depth_cost
+    speeds = (num_tokens + rate * np.arange(1, most + 1)) / costs
+    return bool(speeds.max() * times[num_tokens] >= MARGIN * num_tokens)
+
+
 def choose_counts(
     most: Sequence[int], rates: Sequence[float], num_tokens: int, times: F64, waiting: float, depth_cost: float
 ) -> list[int]:

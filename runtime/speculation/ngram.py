@@ -2,7 +2,7 @@
 
 It helps where answers quote: edits of code, summaries, tables, calls of tools. Source of the idea: Saxena 2023, "Prompt
 Lookup Decoding". Earlier places are found as in a compressor (Ziv and Lempel 1977): each pair of tokens is chained to
-the place where the same pair occurred before. That takes eight to twelve bytes a token, where the states of a suffix
+the place where the same pair occurred before. That takes eight to sixteen bytes a token, where the states of a suffix
 automaton take hundreds; of the places on a chain the one is taken whose tokens before agree the longest.
 """
 
@@ -12,28 +12,29 @@ from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 
-from inferc.runtime.grammar.grammars import Grammars
-from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import NOTHING, Offer
+from inferc.runtime.speculation.drafter import NOTHING, Drafter, Offer
 from inferc.runtime.step.plan import I32
 from inferc.runtime.step.sequence import Sequence as Seq
 
 FIRST_BITS = 10  # of the hashes of a short sequence
 MOST_PLACES = 32  # earlier places that are compared, the latest first
 LONGEST = 16  # tokens that are compared at each
-INDEXED_AT_ONCE = 4096  # tokens of a prompt that are indexed between two steps, in about a millisecond
+INDEXED_AT_ONCE = 4096  # tokens of a prompt that are indexed between two steps, in about two milliseconds
 # The kinds of matches by their length in tokens, and the share of drafted tokens that the model is assumed to choose.
 KINDS = ((2, 0.35), (3, 0.5), (5, 0.7), (9, 0.85))
 PROMISING = 5  # tokens of a match for which it is worth to wait after drafts of late were in vain
 
 
 class PairIndex:
-    """The places of all pairs of tokens of one growing sequence, chained by a hash of the pair."""
+    """The places of all pairs of tokens of one growing sequence, chained by a hash of the pair.
 
-    def __init__(self) -> None:
-        self._bits = FIRST_BITS
-        self._last = array("i", [-1]) * (1 << FIRST_BITS)  # by hash, the last place of the second token of such a pair
+    num_tokens: how long it is now; it may get half as long again before all of it is indexed anew.
+    """
+
+    def __init__(self, num_tokens: int = 0) -> None:
+        self._bits = max(FIRST_BITS, (num_tokens * 3 // 2).bit_length())
+        self._last = array("i", [-1]) * (1 << self._bits)  # by hash, the last place of the second token of such a pair
         self._before = array("i")  # by place, the place before it of the same hash; -1: none
 
     @property
@@ -88,31 +89,16 @@ def _hash(first: int, second: int, shift: int) -> int:
     return ((first * 0x9E3779B1 ^ second * 0x85EBCA77) & 0xFFFFFFFF) >> shift
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """The drafter of what followed the last tokens where they occurred before, in the prompt or in the answer.
 
     most: the most tokens that are drafted at once.
     """
 
-    depth_seconds = 0.0
-
     def __init__(self, num_slots: int, most: int) -> None:
         self._most = most
         self._indices: list[tuple[Seq | None, PairIndex]] = [(None, PairIndex())] * num_slots
         self._places: dict[int, int] = {}  # by slot, where the match ends that was offered
-
-    def attach(self, cache: KVCacheManager) -> None:
-        """Do nothing: the tokens of the sequences are enough."""
-
-    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
-        """Do nothing: what repeats is drafted, and cut off where a grammar does not have it."""
-
-    def may_draft(self, batch: Batch) -> bool:
-        """Return True: any text may repeat."""
-        return True
-
-    def close(self) -> None:
-        """Do nothing: the indices are memory of this process."""
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         """Return the continuation of the longest match of each sequence."""
@@ -146,7 +132,7 @@ class NgramDrafter:
     def _match(self, batch: Batch, slot: int) -> tuple[int, int]:
         seq, index = self._indices[slot]
         if seq is not batch.seqs[slot]:
-            index = PairIndex()
+            index = PairIndex(int(batch.num_known[slot]))
             self._indices[slot] = batch.seqs[slot], index
         tokens, end = batch.tokens[slot], int(batch.num_known[slot])
         index.extend(tokens, min(end, index.num_tokens + INDEXED_AT_ONCE))

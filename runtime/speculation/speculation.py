@@ -20,7 +20,7 @@ from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import Drafter
-from inferc.runtime.speculation.lengths import Acceptance, choose_counts
+from inferc.runtime.speculation.lengths import Acceptance, can_pay, choose_counts
 from inferc.runtime.speculation.step_times import StepTimes
 
 log = logging.getLogger(__name__)
@@ -104,13 +104,13 @@ class Speculation:
 
     def _can_pay(self, num_tokens: int) -> bool:
         """Return whether drafts pay if all sequences of a step have good ones."""
-        return any(self._choose([1] * num_tokens, [GOOD] * num_tokens, num_tokens))
+        return can_pay(GOOD, num_tokens, self.times.times, *self._costs)
 
-    def _choose(self, most: Sequence[int], rates: Sequence[float], num_tokens: int) -> list[int]:
-        """Return how many tokens to draft for each sequence, at what steps and drafts cost now."""
+    @property
+    def _costs(self) -> tuple[float, float]:
+        """The time that a step with drafts waits, and that of a token more of the longest, in units of steps' times."""
         unit = self.times.seconds_per_unit
-        costs = self._waiting / unit, self.drafter.depth_seconds / unit
-        return choose_counts(most, rates, num_tokens, self.times.times, *costs)
+        return self._waiting / unit, self.drafter.depth_seconds / unit
 
     def draft(
         self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
@@ -135,7 +135,7 @@ class Speculation:
         self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
     ) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in slots]
-        if self._is_broken:
+        if self._is_broken or not self.drafter.may_draft(batch):
             return drafts
         if not self._can_pay(num_tokens):  # so none is looked for
             self._note(False)
@@ -147,7 +147,7 @@ class Speculation:
                 self._acceptance.begin(slot)
         most = [min(offer.most, count) for offer, count in zip(offers, room, strict=True)]
         rates = [self._acceptance.rate(slot, offer) for slot, offer in zip(slots, offers, strict=True)]
-        counts = self._choose(most, rates, num_tokens)
+        counts = choose_counts(most, rates, num_tokens, self.times.times, *self._costs)
         for slot, count, each in zip(slots, counts, most, strict=True):
             if each and not count:
                 self._acceptance.relent(slot)

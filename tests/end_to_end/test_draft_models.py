@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from random_models import make_random_model
+from speculated import always_draft
 
 from inferc import InfercError, SamplingParams, StructuredOutputs
 from inferc.compiler.build import compile
@@ -17,21 +18,12 @@ from inferc.runtime.speculation.draft_model import ModelDrafter
 from inferc.runtime.speculation.forced import ForcedDrafter
 
 
-def always(engine: Engine) -> None:
-    """Draft whatever drafts cost."""
-    assert engine.speculation is not None
-    times = engine.speculation.times
-    times.observe = lambda num_tokens, seconds: None  # type: ignore[method-assign]
-    engine.speculation.observe_waiting = lambda seconds: None  # type: ignore[method-assign]
-    times._drift = 1e9
-
-
 def test_a_draft_model_with_more_rows_than_the_large_one(tiny_artifact: Path, tmp_path: Path) -> None:
     """Ids that only the draft model has, whose logits are padded to a rounder number, end no engine."""
     make_random_model("llama", tmp_path / "model", num_hidden_layers=1, hidden_size=32, vocab_size=512)
     compile(tmp_path / "model", tmp_path / "out", CompileConfig(certify="none"))
     engine = load_engine(tiny_artifact, num_threads=1, speculate=f"draft:{tmp_path / 'out'}")
-    always(engine)
+    always_draft(engine)
     engine.add_request("x", [5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True, temperature=0))
     count = 0
     while engine.has_work:
@@ -45,7 +37,7 @@ def test_a_sequence_that_comes_back_to_its_slot_has_no_k_and_v_there(tiny_artifa
     engine = load_engine(
         tiny_artifact, num_threads=1, max_num_seqs=1, policy="priority", speculate=f"draft:{tiny_artifact}"
     )
-    always(engine)
+    always_draft(engine)
 
     def steps(count: int) -> None:
         for _ in range(count):
@@ -92,7 +84,7 @@ def test_a_draft_model_that_breaks_costs_no_answer(tiny_artifact: Path, caplog: 
 
     expected = answer(load_engine(tiny_artifact, num_threads=1, max_num_seqs=1))
     engine = load_engine(tiny_artifact, num_threads=1, max_num_seqs=1, speculate=f"draft:{tiny_artifact}")
-    always(engine)
+    always_draft(engine)
     assert engine.speculation is not None and isinstance(engine.speculation.drafter, ForcedDrafter)
     drafter = engine.speculation.drafter._other
     assert isinstance(drafter, ModelDrafter)

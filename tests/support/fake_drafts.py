@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from inferc.runtime.grammar.grammars import Grammars
-from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import NOTHING, Offer
+from inferc.runtime.speculation.drafter import NOTHING, Drafter, Offer
 from inferc.runtime.speculation.speculation import Reserve, Speculation
 from inferc.runtime.step.sequence import Sequence as Seq
 
@@ -16,26 +14,12 @@ from inferc.runtime.step.sequence import Sequence as Seq
 Continue = Callable[[Seq, list[int], int], list[int]]
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """A drafter that knows what a sequence gets next, and drafts a wrong token with the probability 1 - `right`."""
-
-    depth_seconds = 0.0
 
     def __init__(self, go_on: Continue, vocab_size: int, right: float = 0.8, seed: int = 0, most: int = 7) -> None:
         self.random = random.Random(seed)
         self._go_on, self._vocab_size, self.right, self._most = go_on, vocab_size, right, most
-
-    def attach(self, cache: KVCacheManager) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
-        pass
-
-    def may_draft(self, batch: Batch) -> bool:
-        return True
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         return [Offer(self._most, 0, self.right) if self._most else NOTHING for _ in slots]

@@ -181,9 +181,9 @@ requests = st.builds(
 )
 
 
-def always_draft(llm: LLM) -> Speculation:
+def always_draft(of: LLM | Engine) -> Speculation:
     """Draft several tokens at once whatever they cost, which nobody knows of models as small as these."""
-    engine: Engine = llm._client._engine
+    engine: Engine = of if isinstance(of, Engine) else of._client._engine
     assert engine.speculation is not None
     times = engine.speculation.times
     times.observe = lambda num_tokens, seconds: None  # type: ignore[method-assign]

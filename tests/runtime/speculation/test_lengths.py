@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferc.runtime.speculation.drafter import Offer
-from inferc.runtime.speculation.lengths import MARGIN, Acceptance, choose_counts
+from inferc.runtime.speculation.lengths import MARGIN, Acceptance, can_pay, choose_counts
 from inferc.runtime.speculation.step_times import PER_TOKEN, StepTimes
 from inferc.runtime.step.plan import F64
 
@@ -125,3 +125,12 @@ def test_steps_that_tell_nothing_are_left_out(count: int, seconds: float) -> Non
     times = StepTimes()
     times.observe(count, seconds)
     assert np.array_equal(times.times, StepTimes().times)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 24, 64, 300])
+@pytest.mark.parametrize("slope", [0.0, 0.05, 0.5, 1.0])
+@pytest.mark.parametrize("costs", [(0.0, 0.0), (0.2, 0.1)])
+def test_the_look_beforehand_is_what_would_be_chosen(num_tokens: int, slope: float, costs: tuple[float, float]) -> None:
+    times: F64 = 1.0 + slope * np.arange(513, dtype=np.float64)
+    chosen = choose_counts([1] * num_tokens, [0.9] * num_tokens, num_tokens, times, *costs)
+    assert can_pay(0.9, num_tokens, times, *costs) == any(chosen)

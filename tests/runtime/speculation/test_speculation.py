@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import NOTHING, Offer
+from inferc.runtime.speculation.drafter import NOTHING, Drafter, Offer
 from inferc.runtime.speculation.forced import KIND, ForcedDrafter
 from inferc.runtime.speculation.lengths import choose_counts
 from inferc.runtime.speculation.speculation import GOOD, LEAST_REST, MOST_REST, PATIENCE, Speculation
@@ -20,22 +19,15 @@ from inferc.runtime.step.sequence import Sequence as Seq
 
 
 @dataclass
-class Fixed:
+class Fixed(Drafter):
     """A drafter of fixed tokens, by slot."""
 
     drafts: dict[int, list[int]] = field(default_factory=dict)
     promising: bool = False
-    depth_seconds: float = 0.0
     closed: bool = False
 
     def attach(self, cache: KVCacheManager) -> None:
         raise AssertionError("there is no cache")
-
-    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
-        pass
-
-    def may_draft(self, batch: Batch) -> bool:
-        return True
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         return [Offer(len(self.drafts[slot]), 1, 0.9) if self.drafts.get(slot) else NOTHING for slot in slots]
