@@ -19,6 +19,8 @@ from inferc.errors import UnsupportedError
 from inferc.ir.program import Program, dtype_name, name_of, target_name
 from inferc.manifest_types import Observable
 
+IN_PLACE = ("inferc.lora_expand",)  # ops whose kernels write into their first argument
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -60,6 +62,8 @@ class Values:
             return self._with(source, source.column, math.prod(_sizes(node)))
         if op == "aten.slice.Tensor":
             return self._slice(node)
+        if op in IN_PLACE:
+            return self.operand(node.args[0])  # type: ignore[arg-type]
         if node.name not in self.places:
             raise UnsupportedError(f"{name_of(node)}: {op} has no place in the memory plan")
         place = self.places[node.name]

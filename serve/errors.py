@@ -55,6 +55,10 @@ class NotServed(RequestError):
     """An error that says that the request names a model that this server does not have."""
 
 
+class AdaptersFixed(InfercError):
+    """A request to load an adapter, of a server that was given no folder of adapters."""
+
+
 class ModelsFixed(InfercError):
     """An error that says that the server can load no other models, as it was given no folder of models."""
 

@@ -57,6 +57,7 @@ class ServeConfig:
     http_port: int | None = 8000  # None: no HTTP
     options: ModelOptions = dataclasses.field(default_factory=ModelOptions)
     model_folder: Path | None = None  # folder of artifacts that clients can load later, by name
+    adapter_folder: Path | None = None  # folder of LoRA adapters that clients can load later
     kv_publisher: KvPublisherConfig | None = None  # publishes the KV events that the engine collects
     metrics_compat: Literal["none", "vllm"] = "none"  # other software whose metric names are served too
     api_keys: Path | None = None  # the file of API keys; None: no key is needed
@@ -82,10 +83,13 @@ class ServeConfig:
             raise ConfigError("nothing to serve: give an artifact, or --model-folder DIR to load from")
         if self.model_folder is not None and not self.model_folder.is_dir():
             raise ConfigError(f"--model-folder {self.model_folder} is not a folder; give one that has artifacts in it")
+        if self.adapter_folder is not None and not self.adapter_folder.is_dir():
+            raise ConfigError(f"--adapter-folder {self.adapter_folder} is not a folder; give one with adapters in it")
         if len(self.models) != 1 or self.model_folder is not None:
             for name, value in (
                 ("--record", engine.record),
                 ("--tap", engine.tap),
+                ("--adapter", engine.adapters),
                 ("--kv-events ENDPOINT", self.kv_publisher),
             ):
                 if value:
@@ -154,7 +158,14 @@ class _Server:
     def __init__(self, config: ServeConfig, limits: ConnectionLimits) -> None:
         self.config, self._limits = config, limits
         self._tracing = self._open_tracing()
-        self.models = Models(config.models, config.options, config.model_folder, self._on_change, tracing=self._tracing)
+        self.models = Models(
+            config.models,
+            config.options,
+            config.model_folder,
+            self._on_change,
+            tracing=self._tracing,
+            adapter_folder=config.adapter_folder,
+        )
         self.access = Access(config.api_keys, config.limits)
         self.metrics = MetricsPage(self.models, config.metrics_compat)
         self._history = MetricsHistory(self.metrics)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from inferc.errors import ArtifactError, ConfigError, GenerationError, ObjectiveError, RequestError, UnsupportedError
 from inferc.serve.errors import (
+    AdaptersFixed,
     BatchesGone,
     EngineUnavailable,
     EventsOff,
@@ -65,6 +66,7 @@ STATUSES: tuple[tuple[type[Exception], Status], ...] = (
     (NoProcess, Status("UNAVAILABLE", 503, "server_error", "unavailable")),
     (RequestTimeout, Status("DEADLINE_EXCEEDED", 504, "server_error", "timeout")),
     (EventsOff, Status("FAILED_PRECONDITION", 400, "invalid_request_error")),
+    (AdaptersFixed, Status("FAILED_PRECONDITION", 400, "invalid_request_error")),
     (ModelsFixed, Status("FAILED_PRECONDITION", 400, "invalid_request_error")),
     (BatchesGone, Status("OUT_OF_RANGE", 400, "invalid_request_error")),
     (GenerationError, INTERNAL),

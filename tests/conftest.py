@@ -117,6 +117,14 @@ def tiny_artifact(
 
 
 @pytest.fixture(scope="session")
+def adapted(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with artifacts of `tiny_llama_folder` that have room for adapters, and adapters (`make_adapted`)."""
+    from adapters import make_adapted
+
+    return made_once(tmp_path_factory, "adapted", lambda folder: make_adapted(tiny_llama_folder, folder))
+
+
+@pytest.fixture(scope="session")
 def server(tiny_artifact: Path) -> Iterator[Server]:
     """An `inferc serve` of `tiny_artifact`, for tests that leave it as it is."""
     from serving import Server

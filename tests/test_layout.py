@@ -99,9 +99,10 @@ LOOSE = {
 FOLDERS = {
     "": {*STAGES, "backends", "bench", "chat", "cli", "client", "compiler", "cost", "ir", "system"},
     "frontend": {"checkpoint", "text", "trace"},
-    "passes": {"attention", "fuse", "lower", "normalize", "parallel", "quantize"},
+    "passes": {"adapters", "attention", "fuse", "lower", "normalize", "parallel", "quantize"},
     "codegen": {"cpp", "onnx", "tensorrt", "triton"},
     "runtime": {
+        "adapters",
         "anthropic",
         "artifact",
         "engine",

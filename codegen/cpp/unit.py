@@ -25,6 +25,7 @@ HEADERS = (
     "gemm.h",
     "amx_gemm.h",
     "rows.h",
+    "lora.h",
     "kv.h",
     "key_tile.h",
     "attention.h",

@@ -26,6 +26,7 @@ from inferc.ir.program import Program, ancestors
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 VIEWS = (aten.view.default, aten.slice.Tensor)
+IN_PLACE = (inferc.lora_expand.default,)  # ops that write into their first argument, and return it
 # In bytes per row: the values of a program with segments, and their pools, begin at multiples of it.
 SEGMENT_ALIGNMENT = ENGINE_ALIGNMENT // ROW_ALIGNMENT
 ROTATES_AND_WRITES = (  # ops that return (q, cache)
@@ -75,7 +76,7 @@ def live_values(program: Program) -> list[Value]:
     made = []
     for node in calls:
         value = node.meta["val"]
-        if node.target in VIEWS or not isinstance(value, Tensor) or _is_cache(node) or stays_inside(node):
+        if node.target in (*VIEWS, *IN_PLACE) or not isinstance(value, Tensor) or _is_cache(node) or stays_inside(node):
             continue
         pool: Pool | None = axes.get(str(value.shape[0])) if node in step else "sample"
         if pool is None:
@@ -114,14 +115,17 @@ def padded(row_bytes: int) -> int:
 
 
 def _last_uses(calls: list[fx.Node], index: dict[fx.Node, int], results: list[fx.Node]) -> dict[fx.Node, int]:
-    """Return the position of the last call that reads each node, directly or through views; results live to the end."""
+    """Return the position of the last call that reads each node, directly or through views; results live to the end.
+
+    What is computed in place is read under both names.
+    """
     last = dict(index)
     for node in results:
         last[node] = len(calls)
     for node in reversed(calls):
-        alias = node.target in VIEWS
         for source in node.all_input_nodes:
             if source in last:
+                alias = node.target in VIEWS or (node.target in IN_PLACE and source is node.args[0])
                 last[source] = max(last[source], last[node] if alias else index[node])
     return last
 

@@ -18,7 +18,7 @@ PROFILE = "`inferc bench latency` measures steps, and INFERC_DEBUG and `inferc e
 DICT = "a prompt is a text, a list of token ids, or a plain dict with prompt or prompt_token_ids"
 OPTIONS = "options are keywords: LLM(model, max_num_seqs=…); the fields of inferc.EngineConfig are all there are"
 LIMITED = "answers are not held to a grammar; allowed_token_ids limits the tokens"
-ADAPTERS = "merge the adapter into the model's weights before they are compiled"
+ADAPTERS = "LLM(model, adapters=['NAME=PATH']) loads adapters, and SamplingParams(adapter='NAME') names one"
 STATS = "LLM.stats returns the engine's counters"
 
 OF_LLM: Mapping[str, str] = {

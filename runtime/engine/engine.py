@@ -19,6 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
+from inferc.runtime.adapters.store import AdapterStore, find_adapter
 from inferc.runtime.engine.scoring import Pooling, Score, Scorer
 from inferc.runtime.engine.stats import STEP_TOKENS, EngineStats
 from inferc.runtime.grammar.grammars import Grammars
@@ -76,6 +77,7 @@ class Engine:
     idle_work: does a piece of work that is better done while no request is there; returns False after the last piece.
     grammars: hold answers to the form that a request asks for.
     speculation: drafts tokens; the runner must be able to compute them.
+    adapters: the LoRA adapters that requests may name.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class Engine:
         idle_work: Callable[[], bool] | None = None,
         grammars: Grammars | None = None,
         speculation: Speculation | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.runner = runner
+        self.adapters = adapters
         self._idle_work = idle_work
         self.taps = taps
         self.grammars = grammars or Grammars(None, config.max_num_seqs, model.vocab_size)
@@ -197,7 +201,7 @@ class Engine:
         ends: frozenset[int],
     ) -> list[Sequence]:
         """Make the sequences of a request; they share the hashes of their prompt's blocks."""
-        root = root_hash(*self.model.cache_identity, salt=params.cache_salt)
+        root, adapter = self._root(params.adapter, params.cache_salt)
         prompt_hashes: list[bytes] = []
         seqs = []
         for index in range(params.n):
@@ -213,10 +217,26 @@ class Engine:
                 ends,
                 root=root,
                 prompt_hashes=prompt_hashes,
+                adapter=adapter,
             )
             self._arrival += 1
             seqs.append(seq)
         return seqs
+
+    def _root(self, adapter: str, cache_salt: str) -> tuple[bytes, int]:
+        """Return the hash before the first block of a sequence, and the number of its adapter."""
+        digest, number = find_adapter(self.adapters, adapter)
+        return root_hash(*self.model.cache_identity, digest, cache_salt), number
+
+    def release_adapters(self) -> None:
+        """Free the adapters that were unloaded and that no open request has any more."""
+        if self.adapters is not None and self.adapters.has_leaving:
+            self.adapters.release(self.adapters_in_use())
+
+    def adapters_in_use(self) -> set[int]:
+        """The numbers of the adapters of open requests."""
+        seqs = chain(chain.from_iterable(self._requests.values()), self.grammars.parked)
+        return {seq.adapter for seq in seqs} | self._scorer.adapters
 
     def abort(self, request_id: str, index: int | None = None, cause: str = "abort") -> None:
         """End a request, or one sequence of it; no output follows.
@@ -236,13 +256,20 @@ class Engine:
         self._scorer.abort(request_id)
 
     def score(
-        self, request_id: str, token_ids: Ids[int], num_top: int = 0, cache_salt: str = "", first: int = 1
+        self,
+        request_id: str,
+        token_ids: Ids[int],
+        num_top: int = 0,
+        cache_salt: str = "",
+        first: int = 1,
+        adapter: str = "",
     ) -> None:
         """Queue the scoring of a text; `take_scores` returns it when it is done.
 
         num_top: how many of the most likely tokens to return for each position, at most MAX_LOGPROBS.
         cache_salt: sequences with the same salt can find its blocks afterwards.
         first: the first token to score; what is cached of the tokens before it is not computed again.
+        adapter: the name of the LoRA adapter with which it is scored.
 
         Raises RequestError like `add_request`.
         """
@@ -252,8 +279,8 @@ class Engine:
             raise RequestError("scoring needs 2 tokens or more, since the first has nothing before it")
         if not 1 <= first < len(ids):
             raise RequestError(f"first is {first}; of a text of {len(ids)} tokens, 1 to {len(ids) - 1} can be scored")
-        root = root_hash(*self.model.cache_identity, salt=cache_salt)
-        self._scorer.add(request_id, ids, num_top, root, cache_salt, first)
+        root, number = self._root(adapter, cache_salt)
+        self._scorer.add(request_id, ids, num_top, root, cache_salt, first, number, adapter)
 
     def embed(self, request_id: str, token_ids: Ids[int]) -> None:
         """Queue a text to embed; `take_embedded` returns its vector when it is done.

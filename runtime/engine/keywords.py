@@ -29,7 +29,10 @@ FILES = "a model is read from its folder when it is compiled; leave it out"
 TOKENIZER = "the tokenizer is part of the artifact; put its files into the model's folder before it is compiled"
 TEXT_ALONE = "prompts are of text alone; leave it out"
 DRAFTS = "is not built yet: give speculate='ngram', or leave it out"
-ADAPTERS = "is not built yet: merge the adapter into the model's weights before they are compiled"
+ADAPTERS = NO_OPTION % (
+    "compile the model with room for adapters (inferc.CompileConfig(adapter_rank=16)), load them by"
+    " adapters=['NAME=PATH'], and name one in SamplingParams(adapter='NAME')"
+)
 GRAMMARS = "is not built yet: answers are held to a form by xgrammar; leave it out"
 COMPILES = "the options of a compile are those of inferc.CompileConfig; leave it out"
 OUTSIDE = "a model runs in this process, and a server has options of its own: inferc serve --help; leave it out"
@@ -109,7 +112,10 @@ ENGINE: dict[str, Asks] = {
 }
 # vLLM's options of a call: the values that ask for nothing, and what to do instead of others, which are not built.
 CALL: dict[str, Asks] = {
-    "lora_request": (NONE, "leave it out: merge the adapter into the model's weights before they are compiled"),
+    "lora_request": (
+        NONE,
+        "leave it out: LLM(model, adapters=['NAME=PATH']) loads adapters, SamplingParams(adapter='NAME') names one",
+    ),
     "priority": (NONE, "leave it out"),
     **_all("prompt_adapter_request tokenization_kwargs mm_processor_kwargs", ({},), "leave it out"),
     "guided_options_request": (NONE, "give SamplingParams(structured_outputs={…})"),

@@ -18,7 +18,7 @@ from inferc.runtime.engine.beam_search import BeamSearchOutput, BeamSearchParams
 from inferc.runtime.engine.best_of import best, computed
 from inferc.runtime.engine.chats import OF_CHAT, Chats
 from inferc.runtime.engine.load import load_engine, model_defaults, model_limits
-from inferc.runtime.engine.loop import Embedded, EngineThread, Event, Failed, Scored
+from inferc.runtime.engine.loop import AdapterDone, Embedded, EngineThread, Event, Failed, Scored
 from inferc.runtime.engine.progress_bar import ProgressBar
 from inferc.runtime.engine.prompts import ParsedPrompt, Prompt, parse_prompt, parse_prompts
 from inferc.runtime.engine.request_output import (
@@ -213,14 +213,45 @@ class LLM:
         self._add(request, sink)
         return request.id
 
-    def score(self, prompt: str | Sequence[int], num_top: int = 0, *, first: int = 1, cache_salt: str = "") -> Score:
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter from the folder that PEFT saved it to; requests name it in SamplingParams(adapter=…).
+
+        The artifact must have room for adapters (`inferc compile --adapter-rank`). Running requests go on meanwhile.
+        Raises RequestError for an adapter of another model or rank, a name in use, or files that are damaged.
+        """
+        self._change_adapters(lambda sink: self._client.load_adapter(name, str(Path(path).absolute()), sink))
+
+    def unload_adapter(self, name: str) -> None:
+        """Take a LoRA adapter away from new requests; its memory is freed when the running ones have ended.
+
+        Raises RequestError if none of this name is loaded.
+        """
+        self._change_adapters(lambda sink: self._client.unload_adapter(name, sink))
+
+    def _change_adapters(self, send: Callable[[Callable[[Event], None]], str]) -> None:
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        send(events.put)
+        if not isinstance(event := events.get(), AdapterDone):
+            raise _error(event)
+
+    def score(
+        self,
+        prompt: str | Sequence[int],
+        num_top: int = 0,
+        *,
+        first: int = 1,
+        cache_salt: str = "",
+        adapter: str = "",
+    ) -> Score:
         """Return the log probability of each token of a text after its first, given the tokens before it.
 
         num_top: how many of the most likely tokens to return for each position. first: the first token to score; what
-        the prefix cache has of the tokens before it, for this cache_salt, is not computed again.
+        the prefix cache has of the tokens before it, for this cache_salt, is not computed again. adapter: the name of a
+        loaded LoRA adapter, with which it is scored.
         """
         check_integer("first", first, 1, 2**31 - 1)
         check_name("cache_salt", cache_salt)
+        check_name("adapter", adapter)
         if type(num_top) is not int:
             raise RequestError(
                 f"LLM.score: num_top is {shown(num_top)}; expected an integer. It scores one text's tokens; two texts"
@@ -229,7 +260,8 @@ class LLM:
         if not 0 <= num_top <= MAX_LOGPROBS:
             raise RequestError(f"prompt_logprobs is {num_top}; expected 0 to {MAX_LOGPROBS}")
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._client.score(prompt_ids(self._text, parse_prompt(prompt)), events.put, num_top, cache_salt, first)
+        ids = prompt_ids(self._text, parse_prompt(prompt))
+        self._client.score(ids, events.put, num_top, cache_salt, first, adapter)
         event = events.get()
         if isinstance(event, Scored):
             return event.score
@@ -323,7 +355,8 @@ class LLM:
             if len(ids) < 2:  # the first token has nothing before it
                 request.answer.prompt_logprobs = [None] * len(ids)
             else:
-                request.score_id = self._client.score(ids, sink, max(1, params.prompt_logprobs), params.cache_salt)
+                wanted = max(1, params.prompt_logprobs), params.cache_salt, 1, params.adapter
+                request.score_id = self._client.score(ids, sink, *wanted)
         request.id = request.answer.request_id = self._client.add(ids, params, sink)
 
     def _abort(self, request: OpenRequest) -> None:

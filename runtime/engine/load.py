@@ -14,6 +14,8 @@ from typing import Any
 from inferc.config import EngineConfig, Speculate, from_dict
 from inferc.errors import ConfigError, UnsupportedError
 from inferc.kv_groups import CacheGroup, Eviction, cache_groups
+from inferc.runtime.adapters.arrange import room_for_adapters
+from inferc.runtime.adapters.store import AdapterRunner, AdapterStore, parse_adapters
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.engine.scoring import Pooling
@@ -73,6 +75,7 @@ _ASKED = (
         "record",
         "what it computes depends on what else runs, and no replay can give the same bits",
     ),
+    _Asked("--adapter", lambda config: " ".join(config.adapters), "adapters", "its steps have no place for adapters"),
     _Asked("--tap", lambda config: " ".join(config.tap), "taps", "its values are not seen"),
     _Asked("--isa", lambda config: config.isa if config.isa != "auto" else None, "threads", _OWN_KERNELS),
     _Asked("--pin", lambda config: config.pin_threads, "threads", _OWN_KERNELS),
@@ -130,6 +133,7 @@ def load_engine(
         if speculation is not None:
             made.callback(speculation.close)
         recorder = _make_recorder(artifact, target, opened, config)
+        adapters = _load_adapters(artifact, runner, config, can)
         made.pop_all()
 
     def checked() -> None:
@@ -150,6 +154,7 @@ def load_engine(
         idle_work=opened.idle_work,
         grammars=grammars,
         speculation=speculation,
+        adapters=adapters,
     )
     if opened.share_free_slots is not None:
         opened.share_free_slots(engine.scheduler.batch.free_slots)
@@ -266,6 +271,33 @@ def _make_taps(nodes: tuple[Node, ...], runner: Runner, config: EngineConfig) ->
     assert isinstance(runner, TappingRunner), "it has the capability taps"
     runner.set_taps(nodes)
     return TapCollector(nodes, None if config.tap_out is None else Path(config.tap_out))
+
+
+def _load_adapters(
+    artifact: Artifact, runner: Runner, config: EngineConfig, can: frozenset[Capability]
+) -> AdapterStore | None:
+    """Load the LoRA adapters of the config; return None for an artifact without room for any."""
+    room = room_for_adapters(artifact)
+    wanted = parse_adapters(config.adapters)
+    if room is None or "adapters" not in can:
+        if wanted:
+            raise UnsupportedError(
+                f"--adapter {config.adapters[0]}: {artifact.path} has no room for adapters; compile the model with"
+                " --adapter-rank N"
+            )
+        return None
+    if config.record is not None:
+        if wanted:
+            raise ConfigError(
+                f"--record does not go with --adapter {config.adapters[0]}: a recording names no files but the"
+                " artifact's; leave one of them out"
+            )
+        return None
+    assert isinstance(runner, AdapterRunner), "it has the capability adapters"
+    store = AdapterStore(runner, room, artifact.model.dtype)
+    for name, path in wanted.items():
+        store.load(name, path)
+    return store
 
 
 def _make_recorder(artifact: Artifact, target: str, opened: OpenedRunner, config: EngineConfig) -> Recorder | None:

@@ -19,6 +19,7 @@ import msgspec
 
 from inferc import errors
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
+from inferc.runtime.adapters.store import LoadedAdapter
 from inferc.runtime.engine.engine import Engine, HalfAdded, Outputs
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.engine.stats import EngineStats
@@ -33,6 +34,10 @@ log = logging.getLogger(__name__)
 BROKEN = (
     "the model's logits for this request hold no finite largest value: its weights are broken, its numbers overflow"
     " on this input, or penalties, biases and a form leave nothing to choose; try another input, penalty, form or dtype"
+)
+NO_ROOM = (
+    "this engine takes no adapters: its artifact has no room for any, or its requests are recorded; compile the model"
+    " with --adapter-rank, or leave --record out"
 )
 # Clients are told this; the actual reason contains our internal names.
 NOT_BEGUN = "the engine cannot begin this request, by a mistake of its own; its log says which"
@@ -56,11 +61,27 @@ class ScoreText(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_top: int = 0  # how many of the most likely tokens to return for each position
     cache_salt: str = ""
     first: int = 1  # the first token to score
+    adapter: str = ""
 
 
 class EmbedText(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     token_ids: list[int]
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The command to load a LoRA adapter; the folder is read beside the steps."""
+
+    request_id: str
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The command to take an adapter away from new requests; its memory is freed after the open ones."""
+
+    request_id: str
+    name: str
 
 
 class GetStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -115,13 +136,21 @@ class Embedded:
 
 
 @dataclass(frozen=True)
+class AdapterDone:
+    """The event that an adapter was loaded, or taken away."""
+
+    request_id: str
+    adapter: LoadedAdapter
+
+
+@dataclass(frozen=True)
 class Stats:
     request_id: str
     stats: EngineStats
 
 
-Command: TypeAlias = Add | Abort | ScoreText | EmbedText | GetStats | Shutdown | Wake
-Event: TypeAlias = Output | Failed | ScoredRows | Scored | Embedded | Stats
+Command: TypeAlias = Add | Abort | ScoreText | EmbedText | LoadAdapter | UnloadAdapter | GetStats | Shutdown | Wake
+Event: TypeAlias = Output | Failed | ScoredRows | Scored | Embedded | AdapterDone | Stats
 # The outputs of a step may come as a StepOutputs; a KvBatch, the step's changes to the cache, belongs to no request.
 Events: TypeAlias = Iterable[Event] | KvBatch
 Sink: TypeAlias = Callable[[Event], None]
@@ -132,6 +161,8 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) ->
     """Step while there is work, and take commands between steps, until `Shutdown` or a failure of the engine."""
     stopping, collects = False, engine.collects_kv_events
     engine.grammars.wake = lambda: inbox.put(Wake())
+    if engine.adapters is not None:
+        engine.adapters.wake = engine.grammars.wake
     try:
         _tell(engine, emit)  # report that the cache is new
         while True:
@@ -163,6 +194,7 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) ->
             events += [ScoredRows(request_id, rows) for request_id, rows in engine.take_score_rows()]
             events += [Scored(request_id, score) for request_id, score in engine.take_scores()]
             events += [Embedded(request_id, vector.tolist()) for request_id, vector in engine.take_embedded()]
+            events += _adapters_done(engine)
             if events:
                 emit(events)
             if collects:
@@ -174,6 +206,19 @@ def run_engine(engine: Engine, inbox: queue.SimpleQueue[Command], emit: Emit) ->
         emit([Failed(None, f"the engine has stopped: {error}")])
     finally:
         engine.close()
+
+
+def _adapters_done(engine: Engine) -> list[Event]:
+    """Put the adapters in place that were read, and free those that left; return the events of the former."""
+    if engine.adapters is None:
+        return []
+    engine.release_adapters()
+    return [
+        Failed(request_id, str(found), is_request_error=True)
+        if isinstance(found, InfercError)
+        else AdapterDone(request_id, found)
+        for request_id, found in engine.adapters.take_read()
+    ]
 
 
 def _tell(engine: Engine, emit: Emit) -> None:
@@ -206,9 +251,12 @@ def _obey(engine: Engine, command: Command, emit: Emit) -> None:
         elif isinstance(command, Abort):
             engine.abort(command.request_id, command.index)
         elif isinstance(command, ScoreText):
-            engine.score(command.request_id, command.token_ids, command.num_top, command.cache_salt, command.first)
+            wanted = command.num_top, command.cache_salt, command.first, command.adapter
+            engine.score(command.request_id, command.token_ids, *wanted)
         elif isinstance(command, EmbedText):
             engine.embed(command.request_id, command.token_ids)
+        elif isinstance(command, LoadAdapter | UnloadAdapter):
+            _change_adapters(engine, command, emit)
         elif isinstance(command, GetStats):
             emit([Stats(command.request_id, engine.stats())])
     except RequestError as error:
@@ -223,6 +271,17 @@ def _obey(engine: Engine, command: Command, emit: Emit) -> None:
         log.exception("request %s cannot be begun", command.request_id)
         engine.abort(command.request_id)
         emit([Failed(command.request_id, NOT_BEGUN, kind=GenerationError.__name__)])
+
+
+def _change_adapters(engine: Engine, command: LoadAdapter | UnloadAdapter, emit: Emit) -> None:
+    """Obey a command; raise RequestError where it cannot be obeyed."""
+    adapters = engine.adapters
+    if adapters is None:
+        raise RequestError(NO_ROOM)
+    if isinstance(command, LoadAdapter):
+        adapters.begin_load(command.request_id, command.name, command.path)
+    else:
+        emit([AdapterDone(command.request_id, adapters.unload(command.name, engine.adapters_in_use()))])
 
 
 @dataclass
@@ -284,11 +343,17 @@ class EngineClient:
             self._send(Abort(request_id, index))
 
     def score(
-        self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "", first: int = 1
+        self,
+        token_ids: Sequence[int],
+        sink: Sink,
+        num_top: int = 0,
+        cache_salt: str = "",
+        first: int = 1,
+        adapter: str = "",
     ) -> str:
         """Start scoring a text and return the request's id; `sink` gets one complete `Scored`, or `Failed`.
 
-        first: the first token to score; all but the first of the text if not given.
+        first: the first token to score; all but the first of the text if not given. adapter: the LoRA adapter's name.
         """
         rows: list[Logprobs] = []
 
@@ -301,13 +366,25 @@ class EngineClient:
             sink(event)
 
         request_id = self._begin(joined, 1)
-        self._send(ScoreText(request_id, list(token_ids), num_top, cache_salt, first))
+        self._send(ScoreText(request_id, list(token_ids), num_top, cache_salt, first, adapter))
         return request_id
 
     def embed(self, token_ids: Sequence[int], sink: Sink) -> str:
         """Start making a text's vector and return the request's id; `sink` gets one `Embedded` or `Failed`."""
         request_id = self._begin(sink, 1)
         self._send(EmbedText(request_id, list(token_ids)))
+        return request_id
+
+    def load_adapter(self, name: str, path: str, sink: Sink) -> str:
+        """Start loading a LoRA adapter from a folder; `sink` gets one `AdapterDone` or `Failed`."""
+        request_id = self._begin(sink, 1)
+        self._send(LoadAdapter(request_id, name, path))
+        return request_id
+
+    def unload_adapter(self, name: str, sink: Sink) -> str:
+        """Take a LoRA adapter away from new requests; `sink` gets one `AdapterDone` or `Failed`."""
+        request_id = self._begin(sink, 1)
+        self._send(UnloadAdapter(request_id, name))
         return request_id
 
     def ask_stats(self, sink: Sink) -> str:

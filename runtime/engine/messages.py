@@ -16,6 +16,7 @@ import numpy as np
 
 from inferc.runtime.engine.loop import (
     Abort,
+    AdapterDone,
     Add,
     Command,
     Embedded,
@@ -24,11 +25,13 @@ from inferc.runtime.engine.loop import (
     Events,
     Failed,
     GetStats,
+    LoadAdapter,
     Scored,
     ScoredRows,
     ScoreText,
     Shutdown,
     Stats,
+    UnloadAdapter,
 )
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.kv_cache.events import CacheEvent, Cleared, KvBatch, Removed, Stored
@@ -56,7 +59,9 @@ _Params = msgspec.defstruct(
     "_Params", [(each.name, _TYPES[each.name]) for each in dataclasses.fields(SamplingParams)], array_like=True
 )
 _PARAMS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_Params)
-_COMMAND = msgspec.msgpack.Decoder(_Add | Abort | ScoreText | EmbedText | GetStats | Shutdown)
+_COMMAND = msgspec.msgpack.Decoder(
+    _Add | Abort | ScoreText | EmbedText | LoadAdapter | UnloadAdapter | GetStats | Shutdown
+)
 _PLAIN_PARAMS = SamplingParams()
 
 
@@ -109,7 +114,7 @@ class _Batch(msgspec.Struct, array_like=True):
     events: list[tuple[str, msgspec.Raw]]
 
 
-EVENTS: tuple[type[Event], ...] = (Output, Failed, ScoredRows, Scored, Embedded, Stats)
+EVENTS: tuple[type[Event], ...] = (Output, Failed, ScoredRows, Scored, Embedded, AdapterDone, Stats)
 CACHE_EVENTS: tuple[type[CacheEvent], ...] = (Stored, Removed, Cleared)
 DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     kind.__name__: msgspec.msgpack.Decoder(kind) for kind in (*EVENTS, *CACHE_EVENTS, _Step, _Batch)

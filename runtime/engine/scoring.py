@@ -59,6 +59,8 @@ class _Job:
     embeds: bool = False
     root: bytes = b""
     salt: str = ""
+    adapter: int = 0  # the number of its LoRA adapter
+    adapter_name: str = ""
     hashes: list[bytes] = field(default_factory=list)
     slot: int | None = None  # has blocks for all tokens in the KV groups that keep them
     done: int = 0
@@ -124,6 +126,11 @@ class Scorer:
         return bool(self._jobs)
 
     @property
+    def adapters(self) -> set[int]:
+        """The adapters of the texts that are not done."""
+        return {job.adapter for job in self._jobs}
+
+    @property
     def waiting_ids(self) -> list[str]:
         """The requests of the texts that have no slot yet."""
         return [job.request_id for job in self._jobs if job.slot is None]
@@ -136,9 +143,16 @@ class Scorer:
         root: bytes = b"",
         salt: str = "",
         first: int = 1,
+        adapter: int = 0,
+        adapter_name: str = "",
     ) -> None:
-        """Queue a text to score from token `first` on; `root` is the hash before its first block, with this salt."""
-        self._jobs.append(_Job(request_id, token_ids, num_top, first, root=root, salt=salt))
+        """Queue a text to score from token `first` on; `root` is the hash before its first block, with this salt.
+
+        adapter, adapter_name: the number and the name of its LoRA adapter.
+        """
+        job = _Job(request_id, token_ids, num_top, first, root=root, salt=salt)
+        job.adapter, job.adapter_name = adapter, adapter_name
+        self._jobs.append(job)
 
     def add_to_embed(self, request_id: str, token_ids: list[int]) -> None:
         """Queue a text to embed; raise UnsupportedError for a model that makes no vectors."""
@@ -235,7 +249,7 @@ class Scorer:
         """Cache the computed blocks of a scored text, before any of them are given back."""
         if job.slot is not None and not job.embeds:
             ids = np.array(job.token_ids[: job.done], np.int32)
-            self._scheduler.prefixes.cache_text(job.slot, job, ids, job.salt)
+            self._scheduler.prefixes.cache_text(job.slot, job, ids, job.salt, job.adapter_name)
 
     def _embed(self, runner: EmbeddingRunner, plan: StepPlan, chunks: list[_Chunk]) -> None:
         assert self._pooling is not None, "nothing is embedded without"
@@ -280,6 +294,7 @@ class Scorer:
         seen = ends - forgotten
         max_blocks = max(map(cache.blocks_for, seen.tolist()))
         token_ids = [token for chunk in chunks for token in chunk.job.token_ids[chunk.job.done :][: chunk.count]]
+        adapters = [chunk.job.adapter for chunk in chunks]
         rows = np.arange(len(token_ids), dtype=np.int32)
         if chunks[0].job.embeds:
             assert self._pooling is not None
@@ -298,6 +313,7 @@ class Scorer:
             block_tables=forgetting.block_tables(slots, forgotten, max_blocks),
             sample=SampleRows.greedy(of_row[rows].astype(np.int32)),
             scored=forgetting.scored_queries(slots, begins, ends, starts, max_blocks),
+            adapter_ids=np.array(adapters if any(adapters) else (), np.int32),
         )
 
     def _release(self, job: _Job) -> None:

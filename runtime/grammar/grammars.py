@@ -122,6 +122,11 @@ class Grammars:
         return bool(self._parked)
 
     @property
+    def parked(self) -> list[Sequence]:
+        """The sequences of the requests whose grammars are being compiled."""
+        return [seq for each in self._parked.values() for seq in each.seqs]
+
+    @property
     def parked_ids(self) -> list[str]:
         """The ids of the requests whose grammars are being compiled."""
         return list(self._parked)

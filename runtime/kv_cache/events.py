@@ -37,6 +37,7 @@ class Stored:
     block_size: int
     salt: str = ""  # the salt of the request: only requests with the same salt find the blocks
     medium: str = ARENA
+    adapter: str = ""  # the name of the request's LoRA adapter: only requests with the same one find the blocks
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class CacheEvents:
         else:
             self._events.append(event)
 
-    def publish(self, hashes: Sequence[bytes], first: int, token_ids: bytes, salt: str) -> None:
+    def publish(self, hashes: Sequence[bytes], first: int, token_ids: bytes, salt: str, adapter: str = "") -> None:
         """Report that the blocks of a sequence from its block `first` on were cached.
 
         token_ids: the ids of these blocks, as in `Stored`.
@@ -114,7 +115,8 @@ class CacheEvents:
                 names = list(hashes[run:block])
                 ids = token_ids[(run - first) * step : (block - first) * step]
                 self._held.update(names)
-                self.add(Stored(names, hashes[run - 1] if run else None, ids, self._block_size, salt))
+                parent = hashes[run - 1] if run else None
+                self.add(Stored(names, parent, ids, self._block_size, salt, adapter=adapter))
             run = block + 1
 
     def _is_new(self, name: bytes) -> bool:

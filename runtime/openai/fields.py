@@ -314,6 +314,12 @@ TOKENIZE: Fields = {
     "chat_template_kwargs": Field(OBJECT),
     "return_token_strs": Field(FLAG),
 }
+LOAD_ADAPTER: Fields = {
+    **_MODEL,
+    "lora_name": Field(TEXT, "The name by which requests name the adapter as their model.", is_required=True),
+    "lora_path": Field(TEXT, "The folder of the adapter, within the server's folder of adapters.", is_required=True),
+}
+UNLOAD_ADAPTER: Fields = {**_MODEL, "lora_name": Field(TEXT, is_required=True)}
 DETOKENIZE: Fields = {**_MODEL, "tokens": Field(IDS, is_required=True), "skip_special_tokens": Field(FLAG)}
 EMBEDDING: Fields = {
     **_MODEL,

@@ -18,6 +18,7 @@ from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
 from inferc.targets import find_spec
 
 Capability = Literal[
+    "adapters",  # rows may have LoRA adapters, which are loaded and unloaded between steps (runtime/adapters)
     "drafts",  # a step samples several rows of a sequence whose tokens were drafted
     "grammars",  # rows may choose among some tokens only, by a mask of bits (StepMasks)
     "kv_disk",  # KV blocks move to the offload tier and back

@@ -19,8 +19,10 @@ from torch import Tensor, fx
 from inferc.config import ResolvedEngineConfig
 from inferc.errors import ArtifactError, UnsupportedError
 from inferc.ir import program as program_lib
+from inferc.ir.adapter_sites import Adapters
 from inferc.ir.program import name_of
-from inferc.ir.reference import new_kv_caches, run_step
+from inferc.ir.reference import new_kv_caches, no_adapters, run_step
+from inferc.runtime.adapters.arrange import ArrangedAdapter, sizes_of
 from inferc.runtime.artifact.files import AGAIN
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
@@ -39,16 +41,17 @@ class ReferenceRunner:
         self._artifact = artifact
         self._weights: dict[str, Tensor] = {}
         self._sampler = HostSampler(config.max_num_seqs, artifact.vocab_size)
-        self._queue: deque[StepPlan] = deque()
+        self._queue: deque[tuple[StepPlan, dict[int, Tensor]]] = deque()  # with the adapters as they were
+        self._adapters: dict[int, Tensor] = {}
         self._taps: dict[str, Node] = {}
 
     def submit(self, plan: StepPlan) -> None:
-        self._queue.append(plan)
+        self._queue.append((plan, self._adapters))
 
     def wait(self) -> StepResult:
-        plan = self._queue.popleft()
+        plan, adapters = self._queue.popleft()
         tapped: dict[str, Tensor] = {}
-        result = self._sampler.sample(plan, self._logits(plan, tapped))
+        result = self._sampler.sample(plan, self._step(plan, tapped, adapters)[1].numpy())
         values = _tapped_rows(plan, tapped, self._taps) if len(plan.tapped_rows) else None
         return replace(result, tapped=values)
 
@@ -71,16 +74,27 @@ class ReferenceRunner:
         """Keep the values of these nodes for the tapped rows of every plan."""
         self._taps = {node.name: node for node in nodes}
 
-    def _logits(self, plan: StepPlan, tapped: dict[str, Tensor] | None = None) -> F32:
-        """Run the step, which writes its K and V to the caches, and return the logits [S, vocab_size].
+    def set_adapter(self, number: int, adapter: ArrangedAdapter | None) -> None:
+        """Put a LoRA adapter into the table, or take one out, for the steps that are submitted from now on."""
+        kept = {at: each for at, each in self._adapters.items() if at != number}
+        room = self._program.info.adapters
+        if adapter is not None and isinstance(room, Adapters):
+            kept[number] = _padded(adapter, room, self._program.info.dtype)
+        self._adapters = kept
 
-        tapped: a dict that receives the values of tapped nodes by name.
-        """
-        result: F32 = self._step(plan, tapped)[1].numpy()
+    def _logits(self, plan: StepPlan) -> F32:
+        """Run the step, which writes its K and V to the caches, and return the logits [S, vocab_size]."""
+        result: F32 = self._step(plan)[1].numpy()
         return result
 
-    def _step(self, plan: StepPlan, tapped: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Run the step and return the hidden rows before the LM head, and the logits."""
+    def _step(
+        self, plan: StepPlan, tapped: dict[str, Tensor] | None = None, adapters: dict[int, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the step and return the hidden rows before the LM head, and the logits.
+
+        tapped: a dict that receives the values of tapped nodes by name. adapters: those that are loaded; by default the
+        present ones.
+        """
         arrays: dict[str, NDArray[Any]] = {
             "token_ids": self._sampler.token_ids(plan),
             "positions": plan.positions,
@@ -94,6 +108,7 @@ class ReferenceRunner:
             inputs[f"slot_mapping_{group}"] = torch.tensor(plan.slot_mapping[group])
             inputs[f"block_table_{group}"] = torch.tensor(plan.block_tables[group])
             inputs[f"kv_cache_{group}"] = cache
+        inputs |= _adapter_inputs(plan, self._adapters if adapters is None else adapters)
 
         def observe(node: fx.Node, value: Any) -> None:
             if (name := name_of(node)) in self._taps and tapped is not None and isinstance(value, Tensor):
@@ -112,6 +127,33 @@ class ReferenceRunner:
             dtype = getattr(torch, next(row.dtype for row in self._artifact.weights if row.name == name))
             self._weights[name] = torch.from_numpy(array).view(dtype)
         return self._weights[name]
+
+
+def _adapter_inputs(plan: StepPlan, adapters: dict[int, Tensor]) -> dict[str, Tensor]:
+    """Return the inputs of a step that its LoRA adapters need."""
+    if (ids := plan.adapters_of_tokens) is None:
+        return no_adapters(plan.num_tokens)
+    used = sorted(set(ids.tolist()) - {0})
+    table = torch.stack([torch.zeros_like(adapters[used[0]]), *(adapters[number] for number in used)])
+    return {"adapter_ids": torch.from_numpy(np.searchsorted([0, *used], ids).astype(np.int32)), "adapters": table}
+
+
+def _padded(adapter: ArrangedAdapter, room: Adapters, dtype: str) -> Tensor:
+    """Return the matrices of an adapter as the ops' references read them: each of the step's rank, without gaps."""
+    data = torch.from_numpy(adapter.data).view(getattr(torch, dtype))
+    parts = []
+    for site, down, up, rank in zip(room.sites, adapter.down, adapter.up, adapter.ranks, strict=True):
+        taken, given = sizes_of(site)
+        a, b = torch.zeros(room.rank, taken, dtype=data.dtype), torch.zeros(room.rank, given, dtype=data.dtype)
+        found = data[down : down + rank * taken]
+        if site.kind == "embedding":
+            a = torch.zeros(taken, room.rank, dtype=data.dtype)
+            a[:, :rank] = found.view(taken, rank)
+        else:
+            a[:rank] = found.view(rank, taken)
+        b[:rank] = data[up : up + rank * given].view(rank, given)
+        parts += [a.flatten(), b.flatten()]
+    return torch.cat(parts)
 
 
 def graph_of(artifact: Artifact) -> program_lib.Program:
@@ -144,7 +186,7 @@ class ReferenceRunnerFactory:
     """The factory of the reference target's runner, which supports a single rank."""
 
     def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
-        found = {"drafts", "grammars", "kv_evict", "kv_events", "prefix_cache", "record", "taps", "threads"}
+        found = {"adapters", "drafts", "grammars", "kv_evict", "kv_events", "prefix_cache", "record", "taps", "threads"}
         if has_hidden_rows(artifact.program):
             found.add("vectors")
         return frozenset(found)  # type: ignore[arg-type]

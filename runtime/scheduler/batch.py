@@ -68,6 +68,7 @@ class _Shape:
     num_drafted: I32  # as in StepPlan
     sample: SampleRows  # without counters, and without the end tokens that are banned at first
     has_min_output: bool
+    adapter_ids: I32  # as in StepPlan
     row_of: I64 | None = None  # [num_slots] the row of each slot in the shape; only if block tables are kept
     tables: tuple[_Tables, _Tables] = field(default_factory=lambda: (_Tables(), _Tables()))
     turn: int = 0
@@ -139,6 +140,7 @@ class Batch:
         self.top_k: I32 = np.zeros(num_slots, np.int32)
         self.num_logprobs: I32 = np.zeros(num_slots, np.int32)
         self.seeds: U64 = np.zeros(num_slots, np.uint64)
+        self.adapters: I32 = np.zeros(num_slots, np.int32)
         self._lists: dict[int, _Lists] = {}  # only slots that have any
         self._rules: dict[int, Rules] = {}  # only running slots that have any
         self._rows: Rows | None = None  # those of the last step that landed
@@ -261,6 +263,7 @@ class Batch:
         self.repetition[slot] = params.repetition_penalty
         self.presence[slot], self.frequency[slot] = params.presence_penalty, params.frequency_penalty
         self.seeds[slot] = seq.seed
+        self.adapters[slot] = seq.adapter
         # The runner takes 0 as "no log probabilities", so a request for the chosen token's alone asks for one.
         self.num_logprobs[slot] = 0 if params.logprobs is None else max(params.logprobs, 1)
         self.min_output[slot] = params.min_tokens
@@ -335,6 +338,7 @@ class Batch:
             wants_logprobs=self.logprobs is not None,
             scored=forgetting.scored_queries(slots, start, end, shape.query_start_loc, max_blocks),
             num_drafted=shape.num_drafted,
+            adapter_ids=shape.adapter_ids,
         )
         self.num_computed[slots] = end
         self.num_tokens[slots] += complete
@@ -413,6 +417,7 @@ class Batch:
             num_drafted=num_drafted,
             sample=self._gather(sampled),
             has_min_output=bool(self.min_output[sampled].any()),
+            adapter_ids=self.adapters[slots] if self.adapters[slots].any() else _NO_IDS,
         )
 
     def _pending(self, slots: I64, shape: _Shape) -> tuple[I32, I32]:

@@ -133,7 +133,7 @@ class PrefixCache:
         self._cache(slot, seq, self.batch.tokens[slot, :num_tokens], seq.params.cache_priority, step)
         self.tell(seq, first, count)
 
-    def cache_text(self, slot: int, text: Hashed, token_ids: I32, salt: str) -> None:
+    def cache_text(self, slot: int, text: Hashed, token_ids: I32, salt: str, adapter: str) -> None:
         """Cache the full blocks of the first tokens of a text that is no sequence of the batch; all are computed."""
         first, size = int(self.cache.num_cached_blocks[slot]), self.cache.block_size
         count = min(len(token_ids) // size, self.cache.max_cached_blocks)
@@ -141,7 +141,8 @@ class PrefixCache:
             return
         self._cache(slot, text, token_ids, 0, SUBMITTED)
         if self.events is not None:
-            self.events.publish(text.hashes, first, token_ids[first * size : count * size].tobytes(), salt)
+            ids = token_ids[first * size : count * size].tobytes()
+            self.events.publish(text.hashes, first, ids, salt, adapter)
 
     def _cache(self, slot: int, text: Hashed, token_ids: I32, priority: int, step: int | None) -> None:
         first, size = int(self.cache.num_cached_blocks[slot]), self.cache.block_size
@@ -156,7 +157,7 @@ class PrefixCache:
         if self.events is None:
             return
         ids = self.batch.tokens[seq.slot, first * self.cache.block_size : end * self.cache.block_size]
-        self.events.publish(seq.hashes, first, ids.tobytes(), seq.params.cache_salt)
+        self.events.publish(seq.hashes, first, ids.tobytes(), seq.params.cache_salt, seq.params.adapter)
 
     def _list(self, text: Hashed, block: int, token_ids: I32, step: int) -> None:
         """List a full block in the index of first tokens."""
@@ -209,4 +210,4 @@ class PrefixCache:
                 seq = seqs[slot]
                 assert seq is not None
                 row_ids = ids[row * count : row * count + count]
-                self.events.publish(seq.hashes, block, row_ids, seq.params.cache_salt)
+                self.events.publish(seq.hashes, block, row_ids, seq.params.cache_salt, seq.params.adapter)

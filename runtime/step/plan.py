@@ -227,6 +227,16 @@ class StepPlan:
     # [sampled sequences] how many tokens of each were drafted; empty if none of the step. Such a sequence has that many
     # rows more, each behind a drafted token. A row counts only if the row before it chose the token that was drafted.
     num_drafted: I32 = field(default_factory=_no_rows)
+    adapter_ids: I32 = field(
+        default_factory=_no_rows
+    )  # [B] the LoRA adapter of each, 0 for none; empty if none has any
+
+    @property
+    def adapters_of_tokens(self) -> I32 | None:
+        """The adapter of each token [T], or None if none has one."""
+        if not len(self.adapter_ids):
+            return None
+        return np.repeat(self.adapter_ids, np.diff(self.query_start_loc))
 
     @property
     def num_tokens(self) -> int:

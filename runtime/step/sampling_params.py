@@ -50,8 +50,9 @@ class SamplingParams:
     (the engine leaves them to `inferc.LLM` and to the server, which score the prompt). `stop` strings end a sequence
     and are cut off the text, unless `include_stop_str_in_output`; `stop_token_ids` are added to the model's own end
     tokens, which `ignore_eos` turns off. Before `min_tokens` tokens nothing ends a sequence. Empty `allowed_token_ids`
-    allow all; `banned_token_ids` are never chosen. Only requests with the same `cache_salt` share cached prefixes: the
-    latency of a request tells nothing about earlier requests with another salt.
+    allow all; `banned_token_ids` are never chosen. `adapter` names the loaded LoRA adapter that answers, "" for none.
+    Only requests with the same `cache_salt` share cached prefixes: the latency of a request tells nothing about earlier
+    requests with another salt.
 
     Of a word of `bad_words`, however it is spelled in tokens, the last token is never chosen where the ones before it
     stand, be it in the prompt; `bad_words_ids` are words as lists of token ids. With `no_repeat_ngram_size` n no n
@@ -103,6 +104,7 @@ class SamplingParams:
     dry_penalty_last_n: int = -1
     dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
     dry_breaker_ids: tuple[int, ...] = ()
+    adapter: str = ""
     cache_salt: str = ""
     cache_priority: int = 0
     priority: int = 0
@@ -233,7 +235,7 @@ class SamplingParams:
         check_ids("dry_breaker_ids", self.dry_breaker_ids)
 
     def _check_for_scheduler(self) -> None:
-        for name in ("cache_salt", "client"):
+        for name in ("adapter", "cache_salt", "client"):
             check_name(name, getattr(self, name))
         check_integer("cache_priority", self.cache_priority, 0, MAX_CACHE_PRIORITY)
         check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)

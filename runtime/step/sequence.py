@@ -34,6 +34,7 @@ class Sequence:
     arrived, admitted_at, first_at: when it arrived, was first admitted and got its first token, in seconds on the
     scheduler's clock.
     client: the number of its client (waiting_queue.py).
+    adapter: the number of its LoRA adapter, or 0.
     num_found: the tokens that were in the cache at the last look-up.
     predicted: the length at which it was then expected to end.
     is_lost: its first token was late, or its objectives are given up for those of others.
@@ -63,6 +64,7 @@ class Sequence:
     admitted_at: float = math.inf
     first_at: float = math.inf
     client: int = 0
+    adapter: int = 0
     num_found: int = 0
     predicted: int = 0
     is_lost: bool = False

@@ -30,6 +30,8 @@ FOR_ADMINS = frozenset(
         "UnloadModel",
         "SleepModel",
         "WakeModel",
+        "LoadAdapter",
+        "UnloadAdapter",
         "SubscribeKvEvents",
         "RepositoryModelLoad",
         "RepositoryModelUnload",

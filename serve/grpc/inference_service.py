@@ -236,7 +236,7 @@ class InferenceService:
     async def list_models(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(
             models=[
-                pb.ModelStatus(model=entry.name, state=entry.state, reason=reason_of(entry))
+                pb.ModelStatus(model=entry.name, state=entry.state, reason=reason_of(entry), adapters=entry.adapters)
                 for entry in self.models.entries()
             ]
         )
@@ -258,6 +258,15 @@ class InferenceService:
         started = time.monotonic()
         await self.models.wake(request.model)
         return pb.WakeModelResponse(seconds=time.monotonic() - started)
+
+    async def load_adapter(self, request: pb.LoadAdapterRequest) -> pb.LoadAdapterResponse:
+        started = time.monotonic()
+        await self.models.load_adapter(request.adapter, request.path, request.model)
+        return pb.LoadAdapterResponse(seconds=time.monotonic() - started)
+
+    async def unload_adapter(self, request: pb.UnloadAdapterRequest) -> pb.UnloadAdapterResponse:
+        await self.models.unload_adapter(request.adapter, request.model)
+        return pb.UnloadAdapterResponse()
 
     def subscribe_kv_events(self, request: pb.SubscribeKvEventsRequest) -> AsyncGenerator[pb.KvEventBatch, None]:
         """Return the batches of KV events to come; which one is the first is decided before this returns."""

@@ -130,6 +130,7 @@ def _kv_event(event: CacheEvent) -> pb.KvEvent:
             block_size=event.block_size,
             medium=event.medium,
             cache_salt=event.salt,
+            adapter=event.adapter,
         )
         return pb.KvEvent(stored=stored)
     if isinstance(event, Removed):

@@ -114,6 +114,8 @@ BODIES: Mapping[str, Fields] = {
     "TokenizeBody": openai_fields.TOKENIZE,
     "DetokenizeBody": openai_fields.DETOKENIZE,
     "EmbeddingBody": openai_fields.EMBEDDING,
+    "LoadAdapterBody": openai_fields.LOAD_ADAPTER,
+    "UnloadAdapterBody": openai_fields.UNLOAD_ADAPTER,
 }
 
 

@@ -64,7 +64,7 @@ def messages_routes(models: Models) -> APIRouter:
 
 def listed(models: Models) -> dict[str, Any]:
     """Return the models of a server as Anthropic's list of them."""
-    found = [model_body(model) for model in models.served]
+    found = [model_body(model) for model in (*models.served, *models.adapted)]
     ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
     return {"data": found, "has_more": False, **ends}
 

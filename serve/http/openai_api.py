@@ -36,6 +36,7 @@ from inferc.serve.http.edge import body_of, is_anthropics, while_client_waits
 from inferc.serve.http.openai_chunks import DONE, Chunks, event
 from inferc.serve.http.responses_api import responses_routes
 from inferc.serve.models import text_calls
+from inferc.serve.models.adapted_model import AdaptedModel
 from inferc.serve.models.embedding import Vectors, check_embeds, embed
 from inferc.serve.models.long_texts import BY_TURNS, in_text_thread
 from inferc.serve.models.models import Models
@@ -83,7 +84,7 @@ def openai_routes(models: Models) -> APIRouter:
         """List the models that are served."""
         if is_anthropics(http.scope):
             return Json(messages_api.listed(models))
-        return Json({"object": "list", "data": [_model(model) for model in models.served]})
+        return Json({"object": "list", "data": [_model(model) for model in (*models.served, *models.adapted)]})
 
     @routes.get("/v1/models/{name:path}", tags=["openai"])
     async def get_model(http: Request, name: str) -> Json:
@@ -176,13 +177,14 @@ def _sampling_defaults(model: ServedModel) -> dict[str, Any]:
 
 
 def _model(model: ServedModel) -> dict[str, Any]:
+    parent = model.base_name if isinstance(model, AdaptedModel) else None
     return {
         "id": model.name,
         "object": "model",
         "created": model.info.created,
         "owned_by": OWNER,
-        "root": model.name,
-        "parent": None,
+        "root": parent or model.name,
+        "parent": parent,
         "max_model_len": model.engine.facts.max_model_len,
     }
 

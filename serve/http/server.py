@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from inferc.errors import InfercError
 from inferc.serve.http.acceptor import Acceptor
+from inferc.serve.http.adapters_api import adapters_routes
 from inferc.serve.http.answers import Json
 from inferc.serve.http.bodies import describe
 from inferc.serve.http.connections import Connection, Connections
@@ -64,6 +65,7 @@ def make_app(
     )
     app.include_router(openai_routes(models))
     app.include_router(messages_routes(models))
+    app.include_router(adapters_routes(models))
     app.include_router(page_routes(models))
     app.include_router(_requests_routes(models))
     describe(app)

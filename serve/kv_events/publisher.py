@@ -159,9 +159,12 @@ def _event(event: CacheEvent) -> tuple[Any, ...]:
         hashes = [block_number(name) for name in event.names]
         parent = None if event.parent is None else block_number(event.parent)
         ids = np.frombuffer(event.token_ids, "<i4").tolist()
-        # The salt is an extra key of a sequence's first block; later blocks depend on it through their parent's hash.
-        keys = [[event.salt], *[None] * (len(hashes) - 1)] if event.salt and parent is None else None
-        lora_id = lora_name = None
+        # The adapter is an extra key of every block, the salt of a sequence's first one: later blocks depend on it
+        # through their parent's hash.
+        each = [event.adapter] if event.adapter else []
+        first = [*each, event.salt] if event.salt and parent is None else each
+        keys = [first or None, *[each or None] * (len(hashes) - 1)] if first or each else None
+        lora_id, lora_name = None, event.adapter or None
         return "BlockStored", hashes, parent, ids, event.block_size, lora_id, event.medium, lora_name, keys
     if isinstance(event, Removed):
         return "BlockRemoved", [block_number(name) for name in event.names], event.medium

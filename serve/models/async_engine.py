@@ -202,6 +202,7 @@ class AsyncEngine:
         owner: str = "",
         cache_salt: str = "",
         first: int = 1,
+        adapter: str = "",
     ) -> Score:
         """Return the log probabilities of a text's tokens from `first` on, and the num_top likeliest at each position.
 
@@ -209,7 +210,7 @@ class AsyncEngine:
         """
 
         def send(client: EngineLike, sink: Sink) -> str:
-            return client.score(token_ids, sink, num_top, cache_salt, first)
+            return client.score(token_ids, sink, num_top, cache_salt, first, adapter)
 
         def found(event: Event) -> Score | None:
             return event.score if isinstance(event, Scored) else None
@@ -284,6 +285,29 @@ class AsyncEngine:
 
         Raises EngineUnavailable if the engine does not answer.
         """
+        event = await self._ask(lambda client, sink: client.ask_stats(sink), STATS_SECONDS)
+        if event is None:
+            raise EngineUnavailable(f"the engine did not answer within {STATS_SECONDS:g} s; a step may be running")
+        if isinstance(event, Stats):
+            return event.stats
+        raise EngineUnavailable(event.reason if isinstance(event, Failed) else "the engine did not tell its counters")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Have the engine load an adapter from a folder.
+
+        Raises RequestError for one that cannot be loaded, EngineUnavailable if there is no engine.
+        """
+        _check_done(await self._ask(lambda client, sink: client.load_adapter(name, path, sink)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have the engine take an adapter away from new requests; raises as `load_adapter` does."""
+        _check_done(await self._ask(lambda client, sink: client.unload_adapter(name, sink)))
+
+    async def _ask(self, send: Callable[[EngineLike, Sink], str], seconds: float | None = None) -> Event | None:
+        """Send the engine something that is no request, and return its answer; None if it takes longer than `seconds`.
+
+        Raises EngineUnavailable if there is no engine.
+        """
         if (client := self.client) is None:
             raise EngineUnavailable(f"the engine is {self.state}")
         answer: asyncio.Future[Event] = self._loop.create_future()
@@ -297,21 +321,16 @@ class AsyncEngine:
                 self._loop.call_soon_threadsafe(take, event)
 
         try:
-            asked = client.ask_stats(sink)
+            asked = send(client, sink)
         except InfercError as error:
             raise EngineUnavailable(str(error)) from None
         try:
-            await asyncio.wait((answer,), timeout=STATS_SECONDS)
+            await asyncio.wait((answer,), timeout=seconds)
         finally:
             if not answer.done():
                 answer.cancel()
                 client.abort(asked)
-        if answer.cancelled():
-            raise EngineUnavailable(f"the engine did not answer within {STATS_SECONDS:g} s; a step may be running")
-        event = answer.result()
-        if isinstance(event, Stats):
-            return event.stats
-        raise EngineUnavailable(event.reason if isinstance(event, Failed) else "the engine did not tell its counters")
+        return None if answer.cancelled() else answer.result()
 
     def abort(self, request_id: str, owner: str | None = None) -> bool:
         """Abort a request by its id, if it belongs to `owner` (None: any owner), and return whether it was running."""
@@ -504,3 +523,9 @@ class AsyncEngine:
         elif task.is_open and self._tasks.get(task.request_id) is task:
             log.warning("request %s: %s; it is started again", task.request_id, event.reason)
             self._start(task)
+
+
+def _check_done(event: Event | None) -> None:
+    """Raise the error of an adapter that was not loaded, or not unloaded."""
+    if isinstance(event, Failed):
+        raise event.error if event.is_request_error else EngineUnavailable(event.reason)

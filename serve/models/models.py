@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Literal
 from weakref import WeakValueDictionary
 
-from inferc.errors import ConfigError, InfercError, shown
+from inferc.errors import ConfigError, InfercError, RequestError, shown
+from inferc.runtime.adapters.store import parse_adapters
 from inferc.runtime.artifact.load import load_artifact
 from inferc.serve.errors import EngineUnavailable, ModelsFixed, NotServed
 from inferc.serve.kv_events.log import KvEventLog
+from inferc.serve.models.adapted_model import AdaptedModel
+from inferc.serve.models.adapters import find_adapter
 from inferc.serve.models.async_engine import CLOSED, SHUTDOWN, UNLOAD
 from inferc.serve.models.residency import Residency
 from inferc.serve.models.served_model import NAME, ModelOptions, ModelSource, ServedModel
@@ -33,10 +36,13 @@ class ModelEntry:
     name: str
     state: ModelState
     reason: str = ""
+    adapters: tuple[str, ...] = ()  # of a loaded model
 
 
 class Models:
     """The models by name; those given at the start, and those in `folder`, can be loaded.
+
+    adapter_folder: where adapters are that clients may load.
 
     on_change is called whenever a model is loaded, is unloaded, or changes its state.
     """
@@ -48,13 +54,16 @@ class Models:
         folder: Path | None = None,
         on_change: Callable[[], None] = lambda: None,
         tracing: RequestTracer | None = None,
+        adapter_folder: Path | None = None,
     ) -> None:
         names = [source.name for source in sources]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"two models are named {twice[0]}; name one of them otherwise with NAME=OUT")
+        if both := sorted(set(names) & parse_adapters(options.engine.adapters).keys()):
+            raise ConfigError(f"a model and an adapter are named {both[0]}; give the adapter another name")
         self.options = options
-        self.folder = folder
+        self.folder, self.adapter_folder = folder, adapter_folder
         self.on_change = on_change
         self._tracing = tracing
         self._sources = {source.name: source for source in sources}
@@ -78,11 +87,25 @@ class Models:
             return next(iter((*self._staying, *self._served.values())))
         if (model := self._served.get(name)) is not None:
             return model
+        if (adapted := self._adapted(name)) is not None:
+            return adapted
         if self._busy.get(name) == "loading":
             raise EngineUnavailable(f"model {shown(name, 150)} is being loaded", retry_after=1.0)
         if not name:
             raise EngineUnavailable("no model is loaded", retry_after=1.0)
-        raise NotServed(f"model {shown(name, 150)} is not served here; this server has {self._listed()}")
+        raise NotServed(f"model {shown(name, 150)} is not served here; this server has {self._listed()}{self._other()}")
+
+    def _adapted(self, name: str) -> ServedModel | None:
+        """Return the model as the adapter of this name answers; None without such an adapter."""
+        for model in self._served.values():
+            if name in model.adapters:
+                return AdaptedModel(model, model.adapters[name])
+        return None
+
+    @property
+    def adapted(self) -> list[AdaptedModel]:
+        """The adapters of the served models, which requests name as models."""
+        return [AdaptedModel(model, each) for model in self._served.values() for each in model.adapters]
 
     @property
     def served(self) -> list[ServedModel]:
@@ -112,7 +135,8 @@ class Models:
         if name in self._busy:
             return ModelEntry(name, self._busy[name])
         if (model := self._served.get(name)) is not None:
-            return ModelEntry(name, model.state, model.engine.reason)
+            adapters = tuple(each.name for each in model.adapters)
+            return ModelEntry(name, model.state, model.engine.reason, adapters)
         return ModelEntry(name, "unloaded", self._reasons.get(name, ""))
 
     def event_log(self, name: str) -> KvEventLog:
@@ -149,6 +173,11 @@ class Models:
 
     def _listed(self) -> str:
         return ", ".join(map(shown, self._served)) or "none"
+
+    def _other(self) -> str:
+        """Return the adapters for the message that lists what is served."""
+        names = [shown(each.name) for each in self.adapted]
+        return f", and the adapters {', '.join(names)}" if names else ""
 
     # ------------------------------------------------------------------------------------- loading, unloading
 
@@ -227,6 +256,33 @@ class Models:
             self._served.pop(name, None)
             del self._unloading[name]
             self._set_busy(name, None)
+
+    async def load_adapter(self, name: str, path: str, model: str = "") -> None:
+        """Load a LoRA adapter from the folder of adapters, for a model ("": the first).
+
+        Raises AdaptersFixed, RequestError, NotServed or EngineUnavailable.
+        """
+        base = self._base(model)
+        folder = find_adapter(self.adapter_folder, path or name)
+        if name in self._served or name in self._sources or self._adapted(name) is not None:
+            raise RequestError(f"there is {shown(name, 150)} already; unload it first, or give this one another name")
+        await base.supervisor.wake()
+        await base.load_adapter(name, folder)
+
+    async def unload_adapter(self, name: str, model: str = "") -> None:
+        """Take a LoRA adapter away from new requests; raises as `load_adapter` does."""
+        base = self._base(model)
+        if name not in base.adapters:
+            known = ", ".join(shown(each.name) for each in base.adapters) or "none"
+            raise NotServed(f"adapter {shown(name, 150)} is not loaded; model {base.name} has {known}")
+        await base.supervisor.wake()
+        await base.unload_adapter(name)
+
+    def _base(self, model: str) -> ServedModel:
+        found = self.get(model)
+        if isinstance(found, AdaptedModel):
+            raise RequestError(f"model {shown(model, 150)} is an adapter itself; name {found.base_name}")
+        return found
 
     async def sleep(self, name: str) -> None:
         """Free a model's memory until a request needs it; raises NotServed or EngineUnavailable."""

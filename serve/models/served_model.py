@@ -29,6 +29,7 @@ from inferc.runtime.text.tokenizer import Text
 from inferc.runtime.text.turns import NOTHING, Known, render_behind
 from inferc.serve.errors import RateLimited
 from inferc.serve.kv_events.log import KvEventLog
+from inferc.serve.models.adapters import ServedAdapters
 from inferc.serve.models.artifact_watch import ArtifactWatch
 from inferc.serve.models.async_engine import MAX_SEQUENCES, UNLOAD, AsyncEngine, Leaving, State
 from inferc.serve.models.long_texts import BY_TURNS, check_characters, in_text_thread, num_characters
@@ -143,6 +144,7 @@ class ServedModel:
         # here.
         expected = {"path": str(source.path), "manifest_sha256": artifact.manifest.sha256}
         arguments = {**expected, **dataclasses.asdict(config)}
+        self.adapters = adapters = ServedAdapters(config.adapters)
         on_kv_events = None if self.kv_events is None else self.kv_events.add
 
         def start(on_stop: Callable[[str], None]) -> EngineProcess:
@@ -151,7 +153,8 @@ class ServedModel:
                     kv_events.clear()
                 on_stop(reason)
 
-            return launch(arguments, on_stop=stopped, on_kv_events=on_kv_events, log_format=options.log_format)
+            now = {**arguments, "adapters": adapters.options()}
+            return launch(now, on_stop=stopped, on_kv_events=on_kv_events, log_format=options.log_format)
 
         watch = ArtifactWatch(artifact)
         self.supervisor = Supervisor(self.engine, start, options.hang_seconds, lambda _: on_state(), residency, watch)
@@ -286,6 +289,7 @@ class ServedModel:
         cache_salt: str = "",
         n: int = 1,
         first: int = 1,
+        adapter: str = "",
     ) -> Score:
         """Call AsyncEngine.score within the limits of the caller; n: number of choices that report the scores."""
         caller = CALLER.get()
@@ -294,7 +298,7 @@ class ServedModel:
         try:
             async with deadline(caller.limits.max_request_seconds):
                 salt = caller.salt(cache_salt)
-                return await self.engine.score(token_ids, num_top, request_id, caller.name, salt, first)
+                return await self.engine.score(token_ids, num_top, request_id, caller.name, salt, first, adapter)
         finally:
             caller.end(0)
 
@@ -304,6 +308,22 @@ class ServedModel:
         with self._refusals_counted():
             caller.begin_reading(prompt_len, n)
         caller.end(0)
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """Load an adapter, which requests may then name as a model; it is loaded again if the engine starts again.
+
+        Raises RequestError for one that cannot be loaded, EngineUnavailable if there is no engine.
+        """
+        try:
+            await self.engine.load_adapter(name, str(path))
+        except RequestError as error:  # a client knows the adapter by its name there
+            raise RequestError(str(error).replace(str(path), path.name)) from None
+        self.adapters.add(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take an adapter away from new requests; raises as `load_adapter` does."""
+        await self.engine.unload_adapter(name)
+        self.adapters.remove(name)
 
     async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Call AsyncEngine.embed for each text, TEXTS_AT_ONCE at a time; all together are one request of the caller."""

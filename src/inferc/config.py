@@ -38,6 +38,7 @@ NOT_BUILT = {
 }
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # the form of a Hugging Face hub id
 DEFAULT_BLOCK_SIZE = 32
+MOST_ADAPTER_RANK = 256
 SIZE_UNITS = {
     "": 1,
     "k": 10**3,
@@ -81,6 +82,7 @@ class CompileConfig:
     ep: int = 1  # expert-parallel ranks, each with some of the experts
     expert_loads: str | None = None  # a file of how many tokens each expert got, by which experts are placed on ranks
     redundant_experts: int = 0  # how many of each layer's most loaded experts are on more than one rank
+    adapter_rank: int = 0  # the largest rank of the LoRA adapters that steps have room for; 0: no adapters
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -92,6 +94,10 @@ class CompileConfig:
             )
         if self.block_size != "auto" and self.block_size % 16:
             raise ConfigError(f"block_size {self.block_size} is not a multiple of 16; use 16 or {DEFAULT_BLOCK_SIZE}")
+        if not 0 <= self.adapter_rank <= MOST_ADAPTER_RANK:
+            raise ConfigError(
+                f"adapter_rank {self.adapter_rank}: expected 0, for no adapters, up to {MOST_ADAPTER_RANK}"
+            )
         self._check_target(Target.parse(self.target))
 
     def _check_target(self, target: Target) -> None:
@@ -102,6 +108,12 @@ class CompileConfig:
         for option, size in (("--tp", self.tp), ("--pp", self.pp), ("--ep", self.ep)):
             if size != 1 and not target.spec.ranks:
                 raise target.refuse(option, size, ("1",), DEFAULT_TARGET)
+            if size != 1 and self.adapter_rank:
+                raise UnsupportedError(
+                    f"--adapter-rank with {option} {size}: adapters are not split over ranks; leave one out"
+                )
+        if self.adapter_rank and not target.spec.adapters:
+            raise target.refuse("--adapter-rank", self.adapter_rank, (), DEFAULT_TARGET)
         if self.quantize is not None:
             target.check("--quantize", self.quantize, "schemes")
         if self.kv_dtype != "auto":
@@ -142,6 +154,7 @@ class CompileConfig:
             pp=self.pp,
             ep=self.ep,
             redundant_experts=self.redundant_experts,
+            adapter_rank=self.adapter_rank,
         )
         log.info("compile config: %s", ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(resolved).items()))
         return resolved
@@ -180,6 +193,7 @@ class ResolvedCompileConfig:
     pp: int
     ep: int
     redundant_experts: int
+    adapter_rank: int
 
 
 DraftMethod: TypeAlias = Literal["none", "ngram", "draft"]
@@ -231,6 +245,7 @@ class EngineConfig:
     kv_events: bool = False  # collect events of the blocks that the prefix cache stores and evicts
     speculate: str = "none"  # what drafts tokens: "none", "ngram" or "draft:PATH", see Speculate
     speculate_tokens: int = 15  # the most tokens that are drafted of a sequence in a step
+    adapters: tuple[str, ...] = ()  # LoRA adapters to load at the start, each "NAME=PATH"
     record: str | None = None  # a file that every request is written to, for `inferc replay`
     tap: tuple[str, ...] = ()  # names of values to keep for requests that ask for it; `*` stands for anything
     tap_out: str | None = None  # a folder for tapped values, one file per request; None: `LLM.tapped` returns them
@@ -238,6 +253,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tap", tuple(self.tap))  # a config read from JSON has a list
+        object.__setattr__(self, "adapters", tuple(self.adapters))
         if self.tap_out is not None and not self.tap:
             raise ConfigError(f"tap_out {self.tap_out} without a tap: say with --tap NAME which values are to be kept")
         _check_fields(self)

@@ -2,8 +2,7 @@
 
 A digest that matches says that a file is as it was written, not that it was written well. So the files are checked
 against these types before anything is taken from them; a field that is missing or of another type is reported by its
-place (`$.programs[0].tp_rank`). A field that may be missing may also be null. Fields that are not named here, or are
-only shown to people, may be anything. Imports neither torch nor numpy.
+place (`$.programs[0].tp_rank`). A field that may be missing may also be null; other fields may be anything.
 """
 
 from __future__ import annotations
@@ -135,6 +134,7 @@ class Config(Struct, frozen=True):
     pp: Positive
     ep: Positive
     redundant_experts: Count
+    adapter_rank: Count = 0
 
 
 class PassRow(Struct, frozen=True):

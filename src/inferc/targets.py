@@ -72,6 +72,8 @@ class TargetSpec:
     schemes_of_chips: Mapping[str, int] = field(default_factory=dict, hash=False)
     """For each quantization scheme that not every chip computes, the number of the first chip that does."""
     kv_dtypes: tuple[str, ...] = (*MODEL_DTYPES, "int8")
+    adapters: bool = False
+    """True if steps may have room for LoRA adapters, by --adapter-rank."""
     ranks: bool = False
     """True if --tp, --pp and --ep can spread a model over several ranks."""
     deterministic: Literal["always", "on_request", "never"] = "always"
@@ -109,6 +111,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         runs_on="this machine's processor",
         backend="inferc.backends.cpu:CpuBackend",
         runner="inferc.runtime.runners.cpu.factory:CPU",
+        adapters=True,
         ranks=True,
         kernels_certified="compile",
     ),
@@ -212,6 +215,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         backend="inferc.backends.reference:ReferenceBackend",
         runner="inferc.runtime.runners.reference:REFERENCE",
         schemes=(*INTEGERS, "fp8"),
+        adapters=True,
         ranks=True,
         is_oracle=True,
     ),

@@ -34,9 +34,23 @@ class Process:
     def add(self, prompt_token_ids: Any, params: SamplingParams, sink: Sink, name: str = "") -> str:
         raise NotImplementedError
 
-    def score(self, token_ids: Any, sink: Sink, num_top: int = 0, cache_salt: str = "", first: int = 1) -> str:
+    def score(
+        self,
+        token_ids: Any,
+        sink: Sink,
+        num_top: int = 0,
+        cache_salt: str = "",
+        first: int = 1,
+        adapter: str = "",
+    ) -> str:
         self.sinks.append(sink)
         return str(len(self.sinks))
+
+    def load_adapter(self, name: str, path: str, sink: Sink) -> str:
+        raise AssertionError("no adapter is loaded here")
+
+    def unload_adapter(self, name: str, sink: Sink) -> str:
+        raise AssertionError("no adapter is loaded here")
 
     def embed(self, token_ids: Any, sink: Sink) -> str:
         raise NotImplementedError

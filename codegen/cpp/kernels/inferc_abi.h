@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INFERC_ABI 7
+#define INFERC_ABI 8
 #define INFERC_SAMPLE_ROWS 64  // the most logits rows that exist at a time
 #define INFERC_MAX_TOP_LOGPROBS 64
 #define INFERC_MAX_DRAFTED 63  // ids of a sequence in a step
@@ -50,6 +50,15 @@ struct InfercTaps {
   char* values;
 };
 
+// A LoRA adapter. For each site, by its number in program.json: its rank, 0 if the adapter has nothing there, and where
+// in `data` its two matrices begin, in elements: `down` [rank, in_features] (of an embedding [vocab_size, rank]) and
+// `up` [rank, out_features].
+struct InfercAdapter {
+  const void* data;
+  const int64_t *down, *up;
+  const int32_t* ranks;
+};
+
 struct StepArgs {
   uint64_t abi;
   // This step's sizes, then the maxima that the arena was sized for, each a multiple of 64: only these determine
@@ -76,6 +85,8 @@ struct StepArgs {
   // the keys of each block get of these rows' probabilities, in all layers and heads, times 2^32.
   const int32_t* mass_from;  // [num_seqs]
   int64_t* const* masses;
+  const int32_t* adapter_ids;            // [num_tokens] rows of `adapters`, 0 for none; or null: no token has one
+  const struct InfercAdapter* adapters;  // by number; 0 is not read
 };
 
 struct SampleArgs {

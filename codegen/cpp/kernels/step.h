@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "inferc_abi.h"
+#include "lora.h"
 #include "moe.h"
 #include "int4.h"
 #include "quantize.h"
@@ -85,6 +86,8 @@ struct Step {
     return {reinterpret_cast<T*>(sample_pool + offset * INFERC_SAMPLE_ROWS + column), stride};
   }
   INLINE i64* masses(int group) const { return a.masses ? a.masses[group] : nullptr; }
+  // tokens_of_rows: the token of each row, or null if the rows are the tokens.
+  INLINE StepAdapters adapters(const i32* tokens_of_rows) const { return {a.adapters, a.adapter_ids, tokens_of_rows}; }
   template <class T>
   INLINE const T* weight(i64 index) const {
     return static_cast<const T*>(a.weights[index]);

@@ -13,7 +13,7 @@ from inferc.errors import ArtifactError, ConfigError
 from inferc.runtime.artifact.libraries import Library, open_library
 from inferc.system.cpu_features import TILES, cpu_features
 
-ABI = 7
+ABI = 8
 
 # The CPU features that each library's code was compiled to use, by their names in /proc/cpuinfo; best library first.
 _AVX2 = frozenset(("avx2", "fma", "f16c"))
@@ -73,6 +73,10 @@ class Exchange(Structure):
     ]
 
 
+class InfercAdapter(Structure):
+    _fields_ = [("data", c_void_p), ("down", c_void_p), ("up", c_void_p), ("ranks", c_void_p)]
+
+
 class StepArgs(Structure):
     _fields_ = [
         ("abi", c_uint64),
@@ -98,6 +102,8 @@ class StepArgs(Structure):
         ("hidden_out", c_void_p),
         ("mass_from", c_void_p),
         ("masses", c_void_p),
+        ("adapter_ids", c_void_p),
+        ("adapters", c_void_p),
     ]
 
 

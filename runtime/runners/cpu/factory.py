@@ -18,7 +18,15 @@ from inferc.runtime.runners.hidden_rows import has_hidden_rows
 IN_RANKS: frozenset[Capability] = frozenset(
     ["kv_evict", "kv_events", "offload_in_place", "partial_blocks", "prefix_cache", "record", "threads"]
 )
-ALONE: frozenset[Capability] = IN_RANKS | {"drafts", "grammars", "kv_disk", "kv_evict_heavy_hitters", "observe", "taps"}
+ALONE: frozenset[Capability] = IN_RANKS | {
+    "adapters",
+    "drafts",
+    "grammars",
+    "kv_disk",
+    "kv_evict_heavy_hitters",
+    "observe",
+    "taps",
+}
 
 
 class CpuRunnerFactory:

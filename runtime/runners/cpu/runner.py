@@ -22,10 +22,12 @@ from inferc.config import EngineConfig, ResolvedEngineConfig
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError
 from inferc.kv_groups import cache_groups, num_parts, row_size
 from inferc.manifest_types import Hidden, Input, Observable
+from inferc.runtime.adapters.arrange import ArrangedAdapter
 from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES
 from inferc.runtime.runners.api import Observer
 from inferc.runtime.runners.compiled import CompiledForCpu
 from inferc.runtime.runners.cpu import abi
+from inferc.runtime.runners.cpu.adapters import AdapterTable
 from inferc.runtime.runners.cpu.collectives import GROUPS, Collectives
 from inferc.runtime.runners.cpu.step_args import SampleInputs, StepInputs
 from inferc.runtime.runners.cpu.taps import StepTaps, Tables
@@ -103,6 +105,7 @@ class CpuRunner:
         self._counts: list[NDArray[np.uint32] | None] = [None] * self.max_num_seqs
         self._count_table = np.zeros(self.max_num_seqs, np.uintp)
         self._last_ids = np.zeros(self.max_num_seqs, np.int32)
+        self._adapters = AdapterTable()
         self._host: abi.InfercHost | None = None
         self._observed = abi.OBSERVE()
         self._collectives, self._collective = Collectives(), abi.COLLECTIVE()
@@ -177,6 +180,10 @@ class CpuRunner:
         """Assign `slot` to a new sequence: start its penalty counts from these ids (None: it has no penalties)."""
         self._worker.put(lambda: self._reset(slot, prompt_ids, output_ids))
 
+    def set_adapter(self, number: int, adapter: ArrangedAdapter | None) -> None:
+        """Put a LoRA adapter into the table, or take one out, for the steps that are submitted from now on."""
+        self._worker.put(lambda: self._adapters.set(number, adapter))
+
     def _run(
         self, inputs: StepInputs, sample: SampleInputs | None, plan: StepPlan, taps: StepTaps | None
     ) -> StepResult:
@@ -199,7 +206,8 @@ class CpuRunner:
         self._done(self._library.inferc_step(host, inputs.args, self._arena.ctypes.data), "step")
 
     def _inputs(self, plan: StepPlan, hidden: Rows | None) -> StepInputs:
-        inputs = StepInputs.of(plan, self._maxima, self._pool_table, self._weights, self._threads)
+        tables = self._pool_table, self._weights
+        inputs = StepInputs.of(plan, self._maxima, *tables, self._threads, self._adapters.address)
         if self._hidden is not None:
             width, dtype = self._hidden
             if hidden is None or hidden.shape != (plan.num_tokens, width) or hidden.dtype != dtype:
@@ -402,6 +410,7 @@ class CpuRunner:
 def _check_inputs(artifact: CompiledForCpu) -> None:
     """Refuse a program whose step takes inputs that this runner does not fill."""
     known = {"token_ids", "positions", "query_start_loc", "seq_lens", "seq_slots", "logits_rows", "hidden_in"}
+    known |= {"adapter_ids", "adapters"}
     for group in range(len(artifact.kv_groups)):
         known |= {f"slot_mapping_{group}", f"block_table_{group}", f"kv_cache_{group}"}
     unknown = [name for name in _step_inputs(artifact) if name not in known]

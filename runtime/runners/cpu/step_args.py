@@ -51,12 +51,17 @@ class StepInputs:
 
     @staticmethod
     def of(
-        plan: StepPlan, maxima: Sequence[int], pools: NDArray[np.uintp], weights: NDArray[np.uintp], threads: int
+        plan: StepPlan,
+        maxima: Sequence[int],
+        pools: NDArray[np.uintp],
+        weights: NDArray[np.uintp],
+        threads: int,
+        adapters: int = 0,
     ) -> StepInputs:
         """Build the inputs of a step from its plan.
 
         maxima: the tokens, sequences and rows that the arena was sized for; pools, weights: their addresses; threads:
-        the address of the thread pool.
+        the address of the thread pool; adapters: that of the table of LoRA adapters.
         """
         token_ids = np.array(plan.token_ids, np.int32)
         slots = [abi.contiguous(slots, np.int64) for slots in plan.slot_mapping]
@@ -83,6 +88,9 @@ class StepInputs:
             addresses = np.array([0 if each is None else each.ctypes.data for each in scored.scores], np.uintp)
             args.mass_from, args.masses = scored.first_rows.ctypes.data, addresses.ctypes.data
             kept += [scored, addresses]
+        if (ids := plan.adapters_of_tokens) is not None:
+            args.adapter_ids, args.adapters = ids.ctypes.data, adapters
+            kept.append(ids)
         return StepInputs(args, token_ids, plan.pending_rows, plan.pending_slots, kept)
 
     def fill_pending(self, last_ids: I32) -> None:

@@ -19,7 +19,8 @@ class LowerConfig:
     """The settings that the passes need.
 
     block_size: the tokens of a KV cache block; passes: those of the user; quantize: the quantization scheme (a key of
-    SCHEMES); kv_dtype: the dtype of the KV cache ("int8"; anything else means the model's).
+    SCHEMES); kv_dtype: the dtype of the KV cache ("int8"; anything else means the model's); adapter_rank: the largest
+    rank of the LoRA adapters that a step has room for, 0 for none.
     """
 
     target: Target
@@ -27,6 +28,7 @@ class LowerConfig:
     passes: tuple[UserPass, ...] = ()
     quantize: str | None = None
     kv_dtype: str = "auto"
+    adapter_rank: int = 0
 
     @property
     def backend(self) -> Any:

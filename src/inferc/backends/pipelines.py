@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inferc.backends.lower import LowerConfig
+from inferc.passes.adapters.add_adapters import AddAdapters
 from inferc.passes.attention.absorb_latent import AbsorbLatent
 from inferc.passes.attention.dense_kv_cache import DenseKVCache
 from inferc.passes.attention.pad_heads import PadHeads
@@ -62,6 +63,9 @@ def paged_pipeline(config: LowerConfig, *, gated: tuple[Pass, ...] = (), fuses_q
         FusePointwise(),  # fuses the elementwise ops that are left
         SelectRows(),  # after the residual is fused, so that the rows are selected behind it
         SplitHead(),
+        *(
+            (AddAdapters(config.adapter_rank),) if config.adapter_rank else ()
+        ),  # before what fuses or quantizes products
         *quantization(config.quantize),  # after split_head, which tells the LM head from the other products
         *(gated if "inferc.silu_mul" not in own else ()),  # not if a user has a kernel for silu_mul, which they remove
         *((FuseQKV(),) if fuses_qkv else ()),  # after quantization, which looks for the products that this pass fuses

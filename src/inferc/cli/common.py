@@ -114,6 +114,25 @@ Speculate = Annotated[
         " many the model chooses, and from what a step costs.",
     ),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        "--lora-modules",
+        metavar="NAME=PATH",
+        help="Load the LoRA adapter in the folder PATH, as PEFT saved it; requests name it as their model. May be"
+        " repeated. The artifact must have room for its rank (`inferc compile --adapter-rank`).",
+    ),
+]
+OneAdapter = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=PATH",
+        help="Answer with the LoRA adapter in the folder PATH, as PEFT saved it. The artifact must have room for its"
+        " rank (`inferc compile --adapter-rank`).",
+    ),
+]
 SpeculateTokens = Annotated[
     int,
     typer.Option(
@@ -387,6 +406,7 @@ def engine_options(
     trusted_keys: Path | None = None,
     speculate: str = "none",
     speculate_tokens: int = 15,
+    adapters: list[str] | None = None,
 ) -> dict[str, Any]:
     """Return the fields of EngineConfig for command-line options. Raises ConfigError for values that are too large."""
     from inferc.config import parse_bytes
@@ -409,6 +429,7 @@ def engine_options(
         "kv_evict": kv_evict,
         "speculate": speculate,
         "speculate_tokens": speculate_tokens,
+        "adapters": tuple(adapters or ()),
         "record": None if record is None else str(record),
         "tap": tuple(tap or ()),
         "tap_out": None if tap_out is None else str(tap_out),

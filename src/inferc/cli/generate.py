@@ -20,6 +20,7 @@ from inferc.cli.common import (
     KVMemory,
     MaxBatchedTokens,
     MaxSeqs,
+    OneAdapter,
     OutOrModel,
     Policy,
     PrefixCache,
@@ -177,6 +178,7 @@ def generate(
     special_tokens_in_text: SpecialTokensInText = "allow",
     speculate: Speculate = "none",
     speculate_tokens: SpeculateTokens = 15,
+    adapter: OneAdapter = None,
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
@@ -196,6 +198,7 @@ def generate(
     asked.update(bad_words=bad_words or None, no_repeat_ngram_size=no_repeat_ngram_size)
     asked.update(dry_multiplier=dry_multiplier)
     asked.update(stop=tuple(stop) if stop else None, ignore_eos=ignore_eos, tap=bool(tap), structured_outputs=form)
+    asked.update(adapter=name_of(adapter))
     texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
     with LLM(
         out,
@@ -218,6 +221,7 @@ def generate(
             trusted_keys=trusted_keys,
             speculate=speculate,
             speculate_tokens=speculate_tokens,
+            adapters=_listed(adapter),
         ),
     ) as llm:
         params = llm.sampling_params(**asked, max_tokens=_limit(llm, max_tokens, 128))
@@ -272,6 +276,17 @@ def _text_of(option: str, path: Path) -> str:
         raise ConfigError(f"{option} {path}: cannot be read: {error.strerror}") from None
 
 
+def _listed(adapter: str | None) -> list[str]:
+    return [] if adapter is None else [adapter]
+
+
+def name_of(adapter: str | None) -> str:
+    """Return the name of the adapter of `--adapter NAME=PATH`, "" without one. Raises ConfigError for other texts."""
+    from inferc.runtime.adapters.store import parse_adapters
+
+    return next(iter(parse_adapters(_listed(adapter))), "")
+
+
 def check_tap(tap: list[str] | None, tap_out: Path | None) -> None:
     if bool(tap) != (tap_out is not None):
         raise ConfigError("--tap NAME says which values are kept and --tap-out FILE.npz where; give both or none")
@@ -314,6 +329,7 @@ def chat(
     special_tokens_in_text: SpecialTokensInText = "allow",
     speculate: Speculate = "none",
     speculate_tokens: SpeculateTokens = 15,
+    adapter: OneAdapter = None,
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
@@ -326,11 +342,12 @@ def chat(
     """
     from inferc.runtime.engine.llm import LLM
 
-    asked = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     asked |= {"min_p": min_p, "repetition_penalty": repetition_penalty}
     start = [{"role": "system", "content": system}] if system else []
     options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic, trusted_keys=trusted_keys)
-    options |= {"speculate": speculate, "speculate_tokens": speculate_tokens}
+    options |= {"speculate": speculate, "speculate_tokens": speculate_tokens, "adapters": _listed(adapter)}
+    asked |= {"adapter": name_of(adapter)}
     with LLM(out, special_tokens_in_text=special_tokens_in_text, **options) as llm:
         if not llm.text.has_chat_template:
             raise ConfigError(f"{out} has no chat template: its model does not chat; use `inferc generate`")

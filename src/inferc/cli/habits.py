@@ -15,6 +15,7 @@ AT_COMPILE = {
     "--ep N": ("--ep", "--ep-size", "--enable-expert-parallel"),
     "--expert-loads FILE": ("--expert-loads",),
     "--redundant-experts N": ("--redundant-experts",),
+    "--adapter-rank N": ("--adapter-rank", "--max-lora-rank", "--enable-lora"),
     "--pass MODULE:NAME": ("--pass",),
     "--certify full": ("--certify",),
     "--allow-drift": ("--allow-drift",),
@@ -26,6 +27,7 @@ SPECULATE = (
 )
 DRAFTING = ("--speculative-config", "--speculative-algorithm", "--num-speculative-tokens", "--speculative-model")
 OF_LLAMA_CPP = ("--draft", "--draft-max", "--draft-n", "-md", "--model-draft", "--spec-type", "-lcd", "--lookup-cache")
+LORA = "a LoRA adapter is --adapter NAME=PATH, the folder that PEFT saved it to"
 NAME = "give a model's name before its artifact: inferc serve NAME=OUT"
 PARSERS = "how a model writes calls and reasoning is found at compile (inferc inspect OUT shows it); leave it out"
 PORTS = "there are two ports: inferc serve OUT --http-port PORT for OpenAI's interface, --grpc-port PORT for gRPC"
@@ -41,6 +43,10 @@ OF_SERVERS = {
     **dict.fromkeys(("--allowed-origins", "--cors-allow-origins"), "say which sites: --cors-origin ORIGIN, or *"),
     **dict.fromkeys((*DRAFTING, *OF_LLAMA_CPP), SPECULATE),
     **dict.fromkeys(("--reasoning-parser", "--tool-call-parser", "--enable-auto-tool-choice", "--jinja"), PARSERS),
+    **dict.fromkeys(
+        ("--lora", "--lora-scaled", "--lora-paths"), "a LoRA adapter is --adapter NAME=PATH, as PEFT saved it"
+    ),
+    **dict.fromkeys(("--max-loras", "--max-cpu-loras"), "255 adapters may be loaded at a time; leave it out"),
     "--port": PORTS,
     "--api-key": "keys are in a file: inferc keys create FILE NAME, then inferc serve OUT --api-keys FILE",
     "--enforce-eager": "nothing runs eagerly, a model is compiled before it is served; leave --enforce-eager out",
@@ -67,6 +73,7 @@ OF_GENERATING = {
     **dict.fromkeys(("-s", "--random-seed"), "the seed is --seed N"),
     **dict.fromkeys(("-np", "--parallel"), "the most sequences of a step are --max-num-seqs N"),
     **dict.fromkeys((*DRAFTING, *OF_LLAMA_CPP), SPECULATE),
+    **dict.fromkeys(("--lora", "--lora-scaled"), LORA),
     "--stop-token": "texts that end an answer are --stop TEXT",
 }
 _FORMS = ("-j", "--json-schema", "-jf", "--json-schema-file", "--grammar-file")

@@ -212,6 +212,16 @@ def compile_model(
             help="With --expert-loads: number of extra copies of the most loaded experts.",
         ),
     ] = 0,
+    adapter_rank: Annotated[
+        int,
+        typer.Option(
+            "--adapter-rank",
+            "--max-lora-rank",
+            metavar="N",
+            help="Make room for LoRA adapters of rank N or less (at most 256), which `serve`, `generate` and `chat`"
+            " load with --adapter NAME=PATH. 0: none.",
+        ),
+    ] = 0,
     add_target: Annotated[
         bool,
         typer.Option(
@@ -242,6 +252,7 @@ def compile_model(
             "ep": ep,
             "expert_loads": expert_loads,
             "redundant_experts": redundant_experts,
+            "adapter_rank": adapter_rank,
         },
     )
     if passes:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from inferc.cli.common import (
+    Adapters,
     Deterministic,
     Isa,
     Json,
@@ -99,6 +100,15 @@ def serve(
     ] = None,
     speculate: Speculate = "none",
     speculate_tokens: SpeculateTokens = 15,
+    adapter: Adapters = None,
+    adapter_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--adapter-folder",
+            metavar="DIR",
+            help="Folder of LoRA adapters that clients may load by name while the server runs.",
+        ),
+    ] = None,
     trusted_keys: TrustedKeys = None,
     max_awake: Annotated[
         int | None,
@@ -352,6 +362,7 @@ def serve(
         trusted_keys=trusted_keys,
         speculate=speculate,
         speculate_tokens=speculate_tokens,
+        adapters=adapter,
     )
     if print_config:
         say(resolved(context))
@@ -390,6 +401,7 @@ def serve(
         otlp_endpoint=otlp_endpoint,
         trace_ratio=trace_ratio,
         model_folder=model_folder,
+        adapter_folder=adapter_folder,
         kv_publisher=publisher,
     )
 

@@ -218,6 +218,19 @@ class Client:
         """Unload a model: let its running requests end, then free its memory."""
         self._call("UnloadModel", pb.UnloadModelRequest(model=model), pb.UnloadModelResponse)
 
+    def load_adapter(self, adapter: str, path: str = "") -> float:
+        """Load a LoRA adapter from the server's folder of adapters; return the seconds that it took.
+
+        adapter: the name by which requests name it as their model. path: its folder there, if it has another name.
+        """
+        request = pb.LoadAdapterRequest(adapter=adapter, path=path, model=self.model)
+        return float(self._call("LoadAdapter", request, pb.LoadAdapterResponse).seconds)
+
+    def unload_adapter(self, adapter: str) -> None:
+        """Take a LoRA adapter away from new requests; the running ones end with it."""
+        request = pb.UnloadAdapterRequest(adapter=adapter, model=self.model)
+        self._call("UnloadAdapter", request, pb.UnloadAdapterResponse)
+
     def sleep_model(self, model: str) -> None:
         """Free a model's memory until its next request."""
         self._call("SleepModel", pb.SleepModelRequest(model=model), pb.SleepModelResponse)
@@ -410,6 +423,14 @@ class AsyncClient:
 
     async def unload_model(self, model: str) -> None:
         await self._call("UnloadModel", pb.UnloadModelRequest(model=model), pb.UnloadModelResponse)
+
+    async def load_adapter(self, adapter: str, path: str = "") -> float:
+        request = pb.LoadAdapterRequest(adapter=adapter, path=path, model=self.model)
+        return float((await self._call("LoadAdapter", request, pb.LoadAdapterResponse)).seconds)
+
+    async def unload_adapter(self, adapter: str) -> None:
+        request = pb.UnloadAdapterRequest(adapter=adapter, model=self.model)
+        await self._call("UnloadAdapter", request, pb.UnloadAdapterResponse)
 
     async def sleep_model(self, model: str) -> None:
         await self._call("SleepModel", pb.SleepModelRequest(model=model), pb.SleepModelResponse)

@@ -156,7 +156,12 @@ class _Build:
         self.interrupts, self.generation = interrupts, generation
         self.writer = ArtifactWriter(folder, config.allow_drift)
         self.lower_config = LowerConfig(
-            Target.parse(config.target), config.block_size, passes, config.quantize, config.kv_dtype
+            Target.parse(config.target),
+            config.block_size,
+            passes,
+            config.quantize,
+            config.kv_dtype,
+            config.adapter_rank,
         )
         self.pipeline = build_pipeline(self.lower_config)
         self.target = self.lower_config.target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET, Struct, UnsetType
 
+from inferc.ir.adapter_sites import Adapters
 from inferc.manifest_types import Quantization
 
 
@@ -43,3 +44,4 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     tp_rank: int | UnsetType = UNSET
     tp_size: int | UnsetType = UNSET
     quantization: Quantization | UnsetType = UNSET
+    adapters: Adapters | UnsetType = UNSET  # the room for LoRA adapters, of a program that has any

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from torch import Tensor, fx
 
 from inferc.errors import VerifyError
@@ -91,7 +92,14 @@ def step_inputs(
         inputs[f"slot_mapping_{index}"] = torch.tensor(slots, dtype=torch.int64)
         inputs[f"block_table_{index}"] = table
         inputs[f"kv_cache_{index}"] = cache
+    if program.info.adapters is not UNSET:
+        inputs |= no_adapters(len(token_ids))
     return inputs
+
+
+def no_adapters(num_tokens: int) -> dict[str, Tensor]:
+    """Return the inputs of a step whose tokens have no adapter."""
+    return {"adapter_ids": torch.zeros(num_tokens, dtype=torch.int32), "adapters": torch.zeros(0, 0)}
 
 
 def run_step(

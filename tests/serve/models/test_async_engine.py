@@ -47,9 +47,23 @@ class Script:
         return request_id
 
     def score(
-        self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "", first: int = 1
+        self,
+        token_ids: Sequence[int],
+        sink: Sink,
+        num_top: int = 0,
+        cache_salt: str = "",
+        first: int = 1,
+        adapter: str = "",
     ) -> str:
         return self.add(token_ids, SamplingParams(), sink)
+
+    def load_adapter(self, name: str, path: str, sink: Sink) -> str:
+        self.asked.append(sink)
+        return f"load-{name}"
+
+    def unload_adapter(self, name: str, sink: Sink) -> str:
+        self.asked.append(sink)
+        return f"unload-{name}"
 
     def embed(self, token_ids: Sequence[int], sink: Sink) -> str:
         return self.add(token_ids, SamplingParams(), sink)

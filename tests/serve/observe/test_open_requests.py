@@ -48,9 +48,21 @@ class Script:
         return engine_id
 
     def score(
-        self, token_ids: Sequence[int], sink: Sink, num_top: int = 0, cache_salt: str = "", first: int = 1
+        self,
+        token_ids: Sequence[int],
+        sink: Sink,
+        num_top: int = 0,
+        cache_salt: str = "",
+        first: int = 1,
+        adapter: str = "",
     ) -> str:
         return self.add(token_ids, SamplingParams(), sink)
+
+    def load_adapter(self, name: str, path: str, sink: Sink) -> str:
+        raise AssertionError("no adapter is loaded here")
+
+    def unload_adapter(self, name: str, sink: Sink) -> str:
+        raise AssertionError("no adapter is loaded here")
 
     def embed(self, token_ids: Sequence[int], sink: Sink) -> str:
         return self.add(token_ids, SamplingParams(), sink)

@@ -41,6 +41,7 @@ from inferc.ir.ops.elementwise import gelu_mul, silu_mul
 from inferc.ir.ops.experts import moe_experts, moe_routing
 from inferc.ir.ops.heads import resize_heads
 from inferc.ir.ops.linear import head_linear, linear_add, linear_silu_mul, linear_wide, lm_head
+from inferc.ir.ops.lora import lora_expand, lora_lookup, lora_shrink
 from inferc.ir.ops.norms import layer_norm, rms_norm, rms_norm_add
 from inferc.ir.ops.pointwise import pointwise
 from inferc.ir.ops.qkv import qkv_rope_kv_write, qkv_rope_kv_write_in_place
@@ -95,6 +96,9 @@ __all__ = [
     "linear_w8a8",
     "linear_wide",
     "lm_head",
+    "lora_expand",
+    "lora_lookup",
+    "lora_shrink",
     "moe_experts",
     "moe_routing",
     "norm_rope_kv_write",

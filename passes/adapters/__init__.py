@@ -1,0 +1,1 @@
+"""The passes that make room for LoRA adapters in a step."""

@@ -1,0 +1,83 @@
+"""The LoRA adapters of one served model: their names for clients, and the folder that more may be loaded from."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from inferc.errors import RequestError, shown
+from inferc.runtime.adapters.peft import CONFIG
+from inferc.runtime.adapters.store import parse_adapters
+from inferc.serve.errors import AdaptersFixed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """An adapter that clients may name as a model; `created`: seconds since 1970, when it was loaded."""
+
+    name: str
+    path: Path
+    created: int
+
+
+class ServedAdapters:
+    """The adapters that the engine of a model has loaded, or loads when it starts again."""
+
+    def __init__(self, given: Iterable[str]) -> None:
+        """Begin with those of the command line, each NAME=PATH."""
+        now = int(time.time())
+        self._given = parse_adapters(given)
+        self._served = {name: ServedAdapter(name, Path(path), now) for name, path in self._given.items()}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._served
+
+    def __iter__(self) -> Iterator[ServedAdapter]:
+        return iter(list(self._served.values()))
+
+    def __getitem__(self, name: str) -> ServedAdapter:
+        return self._served[name]
+
+    def add(self, name: str, path: Path) -> None:
+        """Add an adapter that the engine has loaded."""
+        self._served[name] = ServedAdapter(name, path, int(time.time()))
+
+    def remove(self, name: str) -> None:
+        self._served.pop(name, None)
+        self._given.pop(name, None)
+
+    def options(self) -> list[str]:
+        """Return what the engine loads when it starts, each NAME=PATH.
+
+        One that a client had loaded, and whose folder is gone since, is left out: the others are served on.
+        """
+        for each in self:
+            if each.name not in self._given and not (each.path / CONFIG).is_file():
+                log.error("adapter %s is served no more: its folder %s is gone", each.name, each.path)
+                self.remove(each.name)
+        return [f"{each.name}={each.path}" for each in self]
+
+
+def find_adapter(folder: Path | None, name: str) -> Path:
+    """Return the folder of an adapter that a client names: below `folder`, from where clients may load any.
+
+    name: its path there, or its whole path. Raises AdaptersFixed if there is no such folder, RequestError for a path
+    outside of it or without an adapter.
+    """
+    if folder is None:
+        raise AdaptersFixed(
+            "this server was not told where adapters are that clients may load; start it with --adapter-folder DIR"
+        )
+    inside = folder.resolve()
+    try:
+        found = (inside / name).resolve()
+    except (OSError, ValueError):
+        found = inside
+    if not name or found == inside or not found.is_relative_to(inside) or not (found / CONFIG).is_file():
+        raise RequestError(f"there is no adapter {shown(name, 150)} in the folder of adapters; name one that is there")
+    return found

@@ -1,0 +1,134 @@
+"""Adapters as PEFT saves them: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from inferc.errors import ArtifactError, InfercError, UnsupportedError
+from inferc.runtime.adapters.peft import read_peft
+
+PREFIX = "base_model.model."
+A, B = torch.arange(6.0).view(2, 3), torch.arange(8.0).view(4, 2)
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    found = {"layer.q.lora_A.weight": A, "layer.q.lora_B.weight": B} if tensors is None else tensors
+    save_file({PREFIX + name: value.clone() for name, value in found.items()}, folder / "adapter_model.safetensors")
+    facts = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matrices_are_read_in_any_float_and_b_has_the_scale(tmp_path: Path, dtype: torch.dtype) -> None:
+    found = read_peft(_write(tmp_path, {"q.lora_A.weight": A.to(dtype), "q.lora_B.weight": B.to(dtype)})).modules["q"]
+    np.testing.assert_array_equal(found.a, A.numpy())
+    np.testing.assert_array_equal(found.b, B.numpy() * 3)  # alpha 6 of rank 2
+    assert (found.rank, found.is_embedding) == (2, False)
+
+
+def test_the_scale_follows_the_patterns_and_the_root_of_the_rank(tmp_path: Path) -> None:
+    names = ("model.q", "model.v", "other.vv")
+    tensors = {f"{name}.{part}.weight": value for name in names for part, value in (("lora_A", A), ("lora_B", B))}
+    rooted = read_peft(_write(tmp_path, tensors, use_rslora=True, alpha_pattern={"v": 2, "model.q|x": 4})).modules
+    root = np.sqrt(np.float32(2))
+    for name, alpha in zip(names, (4, 2, 6), strict=True):
+        np.testing.assert_allclose(rooted[name].b, B.numpy() * (alpha / root), rtol=1e-6)
+
+
+def test_embeddings_have_names_of_their_own(tmp_path: Path) -> None:
+    found = read_peft(_write(tmp_path, {"embed.lora_embedding_A": A, "embed.lora_embedding_B": B})).modules["embed"]
+    assert found.is_embedding and found.a.shape == (2, 3) and found.b.shape == (4, 2)
+
+
+def test_the_digest_is_of_all_that_counts(tmp_path: Path) -> None:
+    first = read_peft(_write(tmp_path / "a")).digest
+    assert read_peft(_write(tmp_path / "b")).digest == first
+    assert read_peft(_write(tmp_path / "b", lora_alpha=7)).digest != first
+    other = {"layer.q.lora_A.weight": A + 1, "layer.q.lora_B.weight": B}
+    assert read_peft(_write(tmp_path / "b", other)).digest != first
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA': only LORA is built"),
+        ({"use_dora": True}, "use_dora true is not built; merge it into"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save \[\"lm_head\"\] is not built"),
+        ({"lora_bias": True}, "lora_bias true is not built"),
+        ({"bias": "all"}, "bias 'all' is not built"),
+        ({"target_parameters": ["experts.down"]}, "target_parameters"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4': it was trained beside weights that it had changed"),
+        ({"lora_alpha": "much"}, "lora_alpha 'much' of layer.q: expected a number"),
+    ],
+)
+def test_what_is_more_than_low_rank_is_refused_by_name(tmp_path: Path, config: dict[str, Any], told: str) -> None:
+    with pytest.raises(InfercError, match=told):
+        read_peft(_write(tmp_path, **config))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "told"),
+    [
+        ({}, "holds no tensors"),
+        ({"q.lora_A.weight": A}, "q has no lora_B"),
+        ({"q.lora_A.weight": A, "q.lora_B.weight": A}, r"A \[2, 3\] and B \[2, 3\]; expected \[rank, inputs\]"),
+        ({"q.lora_magnitude_vector": A}, "lora_magnitude_vector: expected matrices A and B of LoRA alone"),
+        ({"q.lora_A.weight": A * torch.inf, "q.lora_B.weight": B}, "q holds numbers that are not finite"),
+        ({"q.lora_A.weight": A.long(), "q.lora_B.weight": B}, "lora_A.weight is I64; expected F64, F32"),
+    ],
+)
+def test_matrices_that_do_not_fit_are_told(tmp_path: Path, tensors: dict[str, torch.Tensor], told: str) -> None:
+    with pytest.raises(InfercError, match=told):
+        read_peft(_write(tmp_path, tensors))
+
+
+def _damaged(folder: Path, how: str) -> None:
+    file = folder / "adapter_model.safetensors"
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    changed = {
+        "empty": b"",
+        "cut header": data[: size // 2],
+        "cut data": data[:-4],
+        "no JSON": data[:8] + b"[" * size + data[8 + size :],
+        "huge header": (1 << 60).to_bytes(8, "little") + data[8:],
+        "offsets": data.replace(b'"data_offsets":[0,24]', b'"data_offsets":[0,99]'),
+        "shape": data.replace(b'"shape":[2,3]', b'"shape":[2,9]'),
+        "no offsets": data.replace(b'"data_offsets"', b'"data_offsetz"'),
+    }[how]
+    file.write_bytes(changed)
+
+
+HOWS = ("empty", "cut header", "cut data", "no JSON", "huge header", "offsets", "shape", "no offsets")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_damaged_file_is_told_in_one_line(tmp_path: Path, how: str) -> None:
+    _damaged(_write(tmp_path), how)
+    with pytest.raises(ArtifactError) as told:
+        read_peft(tmp_path)
+    assert "download it again" in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_folder_that_is_no_adapter_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="expected the folder of an adapter, found none"):
+        read_peft(tmp_path / "none")
+    with pytest.raises(ArtifactError, match="adapter_config.json: No such file"):
+        read_peft(tmp_path)
+    _write(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ArtifactError, match="is not JSON"):
+        read_peft(tmp_path)
+    _write(tmp_path)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(UnsupportedError, match="is a pickle, which could run code"):
+        read_peft(tmp_path)
