@@ -150,3 +150,8 @@ def broadcasts(node: fx.Node) -> str:
 
 def sizes(shape: tuple[Any, ...]) -> str:
     return f"[{', '.join(str(size) if isinstance(size, int) else 'T' for size in shape)}]"
+
+
+def adapters_fit(node: fx.Node) -> str:
+    """Check that a product's rows are of the dtype of the adapters."""
+    return "" if dtype_of(node, "x") == dtype_of(node, "adapters") else OTHER_CASE

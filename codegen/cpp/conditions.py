@@ -119,10 +119,6 @@ def w4a8_qkv_fits(node: fx.Node) -> str:
     return joined(_heads_are_panels(node), four_bits_fit(node))
 
 
-def adapters_fit(node: fx.Node) -> str:
-    return "" if dtype_of(node, "x") == dtype_of(node, "adapters") else OTHER_CASE
-
-
 def packed_lookup(node: fx.Node) -> str:
     return "" if is_tied(node) else OTHER_CASE
 

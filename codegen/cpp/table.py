@@ -44,7 +44,7 @@ _CPP_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], Callable
     ("inferc.moe_routing", "moe:moe_routing", "router_logits", (), ("bias",), shared.routing_fits),
     ("inferc.moe_experts", "moe:moe_experts", "x", ("gate_up", "down"), _BIASES, conditions.float_experts_fit),
     ("inferc.lm_head", "matmul:lm_head", "weight", ("weight",), ("bias",), None),
-    ("inferc.lora_shrink", "lora:lora_shrink", "adapters", (), (), conditions.adapters_fit),
+    ("inferc.lora_shrink", "lora:lora_shrink", "adapters", (), (), shared.adapters_fit),
     ("inferc.lora_lookup", "lora:lora_lookup", "adapters", (), (), None),
     ("inferc.lora_expand", "lora:lora_expand", "adapters", (), (), None),
     ("inferc.quantize_rows", "norms:quantize_rows", "x", (), (), None),

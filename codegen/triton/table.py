@@ -86,6 +86,9 @@ KERNELS = (
     _row("inferc.rms_norm", "norms:rms_norm_", "x", conditions.one_row_each, ["weight"]),
     _row("inferc.rms_norm_add", "norms:rms_norm_add", "x", conditions.one_row_each, ["weight"]),
     _row("inferc.silu_mul", "elementwise:silu_mul_", "gate"),
+    _row("inferc.lora_shrink", "lora:lora_shrink", "adapters", shared.adapters_fit),
+    _row("inferc.lora_lookup", "lora:lora_lookup", "adapters"),
+    _row("inferc.lora_expand", "lora:lora_expand", "adapters"),
     _row("inferc.rope_table", "attention:rope_table", "inv_freq", None, ["inv_freq"]),
     _row("inferc.rope_kv_write", "attention:rope_kv_write", "q", shared.rope_fits, uses_cache=True),
     _row(

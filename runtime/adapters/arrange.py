@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from inferc.errors import ArtifactError, UnsupportedError
 from inferc.ir.adapter_sites import Adapters, AdapterSite, IndexRun
+from inferc.manifest_types import Program
 from inferc.runtime.adapters.peft import MERGE, LowRank, PeftAdapter
 from inferc.runtime.artifact.files import AGAIN
 from inferc.runtime.artifact.load import Artifact
@@ -40,15 +41,18 @@ def room_for_adapters(artifact: Artifact) -> Adapters | None:
 
     Raises ArtifactError if it is not of the format.
     """
-    found = artifact.program.program.info.get("adapters")
-    if found is None:
-        return None
     try:
-        return msgspec.convert(found, Adapters)
+        return room_of(artifact.program)
     except msgspec.ValidationError as error:
         raise ArtifactError(
             f"{artifact.path / artifact.entry.file} is not of the format: adapters: {error}; {AGAIN}"
         ) from None
+
+
+def room_of(program: Program) -> Adapters | None:
+    """Return the room that the steps of a program have for adapters, or None."""
+    found = program.program.info.get("adapters")
+    return None if found is None else msgspec.convert(found, Adapters)
 
 
 def arrange(adapter: PeftAdapter, room: Adapters, dtype: str) -> ArrangedAdapter:

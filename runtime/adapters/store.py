@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from inferc.errors import ConfigError, InfercError, RequestError, UnsupportedError, nearest
 from inferc.ir.adapter_sites import Adapters
 from inferc.runtime.adapters.arrange import ArrangedAdapter, arrange
-from inferc.runtime.adapters.peft import read_peft
+from inferc.runtime.adapters.peft import TENSORS, read_peft
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,12 @@ def parse_adapters(texts: Iterable[str]) -> dict[str, str]:
             raise ConfigError(f"--adapter {text}: there is another adapter {name}; give each its own name")
         found[name] = path
     return found
+
+
+def stored_bytes(texts: Iterable[str]) -> int:
+    """Return the bytes of the files of adapters, about what they take in memory; of those that can be found."""
+    files = (Path(path) / TENSORS for path in parse_adapters(texts).values())
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def check_name(name: str) -> None:

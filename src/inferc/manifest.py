@@ -29,6 +29,7 @@ PTX, RECORDS = "ptx", "records.json"
 # The orders of addition. In the invariant order a row's result does not depend on the rest of the batch.
 FAST, INVARIANT = "fast", "invariant"
 PREFILL = "prefill"  # marks a launch that only steps with several new tokens of a sequence need
+ADAPTED = "adapted"  # marks a launch that only steps need in which a sequence has a LoRA adapter
 SHARED = "shared"  # marks a launch that only steps need in which a prefix is read once for several sequences
 CUBLASLT = "cublaslt"  # NVIDIA's library of matrix products
 ALIGNMENT = 64  # the alignment of every weight's first byte: a cache line, and the widest vector load

@@ -125,6 +125,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         archs="many",
         known_archs=ARCHS,
         schemes=("int8",),
+        adapters=True,
         deterministic="on_request",
         token_budget=8192,
         more_targets=True,

@@ -40,7 +40,7 @@ class Call:
     arguments: dict[str, Where]
     # The values that the launch computes, and where each lies.
     writes: list[tuple[fx.Node, Operand]]
-    # PREFILL or SHARED if only such steps need the launch, "" if every step does.
+    # PREFILL, SHARED or ADAPTED if only such steps need the launch, "" if every step does.
     only: str = ""
     # FAST or INVARIANT if the launch is for that order of addition alone, "" if it is for both. In the invariant order
     # a result does not depend on what else is in the batch.

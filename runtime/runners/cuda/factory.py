@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from inferc.config import EngineConfig
+from inferc.runtime.adapters.store import stored_bytes
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.offload.disk import open_disk
 from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
@@ -51,7 +52,7 @@ class CudaRunnerFactory:
                 disk = open_disk(artifact, config, groups, lambda: computed_by)
                 if disk is not None:
                     opened.callback(disk.close)
-                free, _ = driver.memory_info()
+                free = driver.memory_info()[0] - stored_bytes(config.adapters)
                 available = kv_available(artifact, config, groups, free, driver.name, request.beside)
                 resolved = config.resolve(
                     artifact.max_model_len, artifact.block_size, groups, available, request.target
@@ -68,5 +69,5 @@ class CudaRunnerFactory:
         return OpenedRunner(runner, resolved, runner.arch, disk, () if disk is None else disk.num_blocks)
 
 
-CUDA = CudaRunnerFactory(OF_LAUNCHES | {"drafts", "record"})
+CUDA = CudaRunnerFactory(OF_LAUNCHES | {"adapters", "drafts", "record"})
 TENSORRT_PAGED = CudaRunnerFactory(OF_LAUNCHES, open_engines)

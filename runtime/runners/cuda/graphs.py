@@ -15,7 +15,7 @@ from inferc.runtime.runners.cuda.launches import Launches, Part
 log = logging.getLogger(__name__)
 
 
-_Key: TypeAlias = tuple[Capacity, bool, Part]
+_Key: TypeAlias = tuple[Capacity, bool, Part, bool]
 
 
 class StepGraphs:
@@ -47,20 +47,20 @@ class StepGraphs:
             if size & (size - 1) == 0:
                 self.find(Capacity(size, size, size), shares=False)
 
-    def find(self, capacity: Capacity, shares: bool, part: Part = "whole") -> c_void_p | None:
+    def find(self, capacity: Capacity, shares: bool, part: Part = "whole", adapted: bool = False) -> c_void_p | None:
         """Return the graph of a bucket, capturing the launches of its largest step if needed.
 
         Return None if the device has no memory for it, or an engine cannot be captured. shares: sequences share a
-        prefix. part: the part of the step that the graph is of.
+        prefix. part: the part of the step that the graph is of. adapted: sequences have adapters.
         """
-        key = capacity, shares, part
+        key = capacity, shares, part, adapted
         if key not in self._graphs:
             counts = {"num_tokens": capacity.tokens, "num_rows": capacity.rows, "num_seqs": capacity.seqs}
             launches = self._bind(capacity)
             try:
                 launches.prepare_graph(self._stream, counts)
                 with self._driver.capture(self._stream) as captured:
-                    launches.run(self._stream, counts, shares=shares, captured=True, part=part)
+                    launches.run(self._stream, counts, shares=shares, adapted=adapted, captured=True, part=part)
                 self._graphs[key] = captured.graph
             except OutOfMemory:
                 self._do_without(key)
@@ -68,9 +68,9 @@ class StepGraphs:
                 self._do_without(key, str(error))
         return self._graphs[key]
 
-    def run(self, capacity: Capacity, shares: bool, part: Part = "whole") -> bool:
+    def run(self, capacity: Capacity, shares: bool, part: Part = "whole", adapted: bool = False) -> bool:
         """Launch the graph of a bucket, and return whether there is one."""
-        graph = self.find(capacity, shares, part)
+        graph = self.find(capacity, shares, part, adapted)
         if graph is None:
             return False
         try:
@@ -78,7 +78,7 @@ class StepGraphs:
         except OutOfMemory:
             self._driver.wait(self._stream)
             self._driver.call("cuGraphExecDestroy", graph)
-            self._do_without((capacity, shares, part))
+            self._do_without((capacity, shares, part, adapted))
             return False
         return True
 

@@ -73,7 +73,7 @@ class InputLayout:
             self._add(name, DTYPES[name], rows)
         for name in LISTS.values():
             self._add(name, np.int32, rows + 1)
-        for name in ("token_ids", "late_rows", "late_slots"):
+        for name in ("token_ids", "late_rows", "late_slots", "adapter_ids"):
             self._add(name, np.int32, tokens)
         self._add("positions", np.int64, tokens)
         for group in range(len(max_blocks)):
@@ -119,6 +119,9 @@ class InputLayout:
         late = len(plan.pending_rows)
         views["num_late"][0] = late
         views["late_rows"][:late], views["late_slots"][:late] = plan.pending_rows, plan.pending_slots
+        if (ids := plan.adapters_of_tokens) is not None:
+            views["adapter_ids"][:tokens] = ids
+            views["adapter_ids"][tokens:] = 0
         self._write_sampling(plan.sample, views)
         views["mask_rows"][:rows] = -1 if plan.masks is None else self.sent_masks(plan, plan.masks.mask_rows)
         if plan.wants_logprobs:

@@ -14,7 +14,7 @@ from typing import Literal
 from inferc.arena import Arena, MostRows
 from inferc.codegen.triton.aot.launch import grid_for
 from inferc.errors import ArtifactError
-from inferc.manifest import PREFILL, SHARED
+from inferc.manifest import ADAPTED, PREFILL, SHARED
 from inferc.manifest_types import Launch, Where
 from inferc.manifest_types import Launches as StoredLaunches
 from inferc.runtime.runners.cuda.cublaslt import BoundProduct, CublasLt
@@ -113,6 +113,7 @@ class Launches:
         *,
         score: bool = False,
         shares: bool = False,
+        adapted: bool = False,
         captured: bool = False,
         observe: Observe | None = None,
         part: Part = "whole",
@@ -121,19 +122,23 @@ class Launches:
     ) -> None:
         """Give a step of `counts`, or a part of it, to the stream.
 
-        shares: some sequences share a prefix; captured: the step becomes a graph, for which `prepare_graph` was called;
-        observe: called after each launch was given to the stream. drafts: tokens of the step were drafted. before_rows:
-        called before each chunk of rows is sampled, and may give the stream a copy.
+        shares: some sequences share a prefix; adapted: some have an adapter; captured: the step becomes a graph, for
+        which `prepare_graph` was called; observe: called after each launch was given to the stream. drafts: tokens of
+        the step were drafted. before_rows: called before each chunk of rows is sampled, and may give the stream a copy.
         """
         needed = {""}
         if shares:
             needed.add(SHARED)
+        if adapted:
+            needed.add(ADAPTED)
         if counts["num_tokens"] > counts["num_seqs"]:
             needed.add(PREFILL)
         behind = False  # whether the stream's last entry is a kernel launch
         grids: Grids = {}
         for launch in self.step if part != "sample" else ():
             if launch.launch.only not in needed:
+                if observe is not None and launch.launch.only == ADAPTED:  # it would have added to a value in place
+                    observe(launch.launch, 0, counts[f"num_{launch.launch.rows}"])
                 continue
             if isinstance(launch, EngineCall):
                 launch.run(stream, counts, captured=captured)
@@ -150,6 +155,10 @@ class Launches:
                 break
             of_chunk_grids: Grids = {}
             for launch in head if part != "sample" or chunk else ():
+                if launch.launch.only not in needed:
+                    if observe is not None:
+                        observe(launch.launch, first, of_chunk["num_rows"])
+                    continue
                 behind = launch.run(stream, of_chunk, behind, of_chunk_grids) and observe is None
                 if observe is not None:
                     observe(launch.launch, first, of_chunk["num_rows"])
@@ -218,7 +227,7 @@ class Launches:
         if where.output is not None:
             return self._outputs[where.output]
         if where.state is not None:
-            return of.state[where.state]
+            return of.state[where.state] + (where.offset or 0)
         if where.scratch is not None:
             return of.scratch[where.scratch]
         return of.spare

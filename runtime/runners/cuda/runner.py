@@ -22,10 +22,12 @@ from inferc.config import ResolvedEngineConfig
 from inferc.errors import InfercError, RequestError, UnsupportedError
 from inferc.manifest import FAST, INVARIANT
 from inferc.manifest_types import Launch
+from inferc.runtime.adapters.arrange import ArrangedAdapter
 from inferc.runtime.artifact.numpy_dtypes import NUMPY_DTYPES
 from inferc.runtime.runners.api import Observer
 from inferc.runtime.runners.compiled import CompiledForCuda
 from inferc.runtime.runners.cuda import code, cublaslt
+from inferc.runtime.runners.cuda.adapters import DeviceAdapters
 from inferc.runtime.runners.cuda.blocks import Blocks
 from inferc.runtime.runners.cuda.capacity import Capacity, capacity_for, most_of_all, most_rows, sample_rows
 from inferc.runtime.runners.cuda.cublaslt import CublasLt
@@ -154,6 +156,9 @@ class CudaRunner:
             "last_ids": new(4 * self.max_num_seqs, zero=True),
             "count_table": new(8 * self.max_num_seqs, zero=True),
         }
+        self._adapters = DeviceAdapters.of(artifact, self._driver, self._stream, self._memory)
+        if self._adapters is not None:
+            state["adapters"] = self._adapters.table
         self._inputs = StepInputs(
             self._driver,
             self._stream,
@@ -246,12 +251,14 @@ class CudaRunner:
         part: Part,
         before_rows: BeforeRows | None = None,
     ) -> None:
-        if as_graph and self._graphs.run(capacity, shares, part):
+        adapted = len(plan.adapter_ids) > 0
+        if as_graph and self._graphs.run(capacity, shares, part, adapted):
             return
         self._bound(capacity).run(
             self._stream,
             _counts(plan),
             shares=shares,
+            adapted=adapted,
             observe=self._observe_launch(),
             part=part,
             drafts=len(plan.num_drafted) > 0,
@@ -286,7 +293,12 @@ class CudaRunner:
         try:
             shares = self._send(plan, step, capacity, np.asarray(target_ids, np.int32))
             self._bound(capacity).run(
-                self._stream, _counts(plan), score=True, shares=shares, observe=self._observe_launch()
+                self._stream,
+                _counts(plan),
+                score=True,
+                shares=shares,
+                adapted=len(plan.adapter_ids) > 0,
+                observe=self._observe_launch(),
             )
             places = output_layout(capacity.rows)
             self._driver.copy_out(step.outputs.ctypes.data, self._outputs, places["end"], self._stream)
@@ -299,6 +311,15 @@ class CudaRunner:
             raise
         finally:
             self._free.append(step)
+
+    def set_adapter(self, number: int, adapter: ArrangedAdapter | None) -> None:
+        """Put a LoRA adapter into the table, or take one out, for the steps that are submitted from now on.
+
+        Raises ConfigError if the device has no memory for it.
+        """
+        assert self._adapters is not None, "the artifact has room for adapters"
+        self._enter()
+        self._adapters.set(number, adapter)
 
     def reset_slot(self, slot: int, prompt_ids: I32 | None, output_ids: I32 | None = None) -> None:
         """Assign `slot` to a new sequence: start its penalty counts from these ids (None: it has no penalties)."""

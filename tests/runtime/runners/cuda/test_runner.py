@@ -23,6 +23,7 @@ from random_models import make_random_model
 
 pytest.importorskip("triton")
 
+from adapters import ALL_LINEAR, write_adapter
 from fake_gpu_process import assert_passes, compiled_quickly
 from library_data import library_preferred
 from manifests import read_manifest, rewrite_manifest
@@ -107,6 +108,18 @@ def copy_without_library(source: Path, target: Path) -> None:
     manifest["files"][file] = {"bytes": len(records), "sha256": hashlib.sha256(records).hexdigest()}
     kernels = [{key: row[key] for key in row if key != "library"} for row in manifest["kernels"]]
     rewrite_manifest(target, files=manifest["files"], kernels=kernels)
+
+
+@pytest.mark.slow
+def test_adapters_on_a_fake_gpu(tmp_path: Path) -> None:
+    model = make_random_model("llama", tmp_path / "model", "float32")
+    with compiled_quickly(), mock.patch.object(code, "write_code", with_given_ptx(False)):
+        for name, target in (("adapted", "cuda:sm_90"), ("adapted-reference", "reference")):
+            compile(model, tmp_path / name, CompileConfig(target=target, certify="none", adapter_rank=20))
+    every = (*ALL_LINEAR, "embed_tokens", "lm_head")
+    write_adapter(tmp_path / "adapters" / "everything", model, rank=18, targets=every, ranks={"k_proj": 3})
+    write_adapter(tmp_path / "adapters" / "attention", model, rank=2, targets=("q_proj", "v_proj"), seed=1)
+    assert_passes(tmp_path, ["adapted"], str(FOLDER / "adapters" / "check_adapters.py"))
 
 
 def test_on_a_fake_gpu(artifacts: Path) -> None:
