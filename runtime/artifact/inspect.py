@@ -68,6 +68,7 @@ class TensorrtFacts(Struct, frozen=True, omit_defaults=True):
 class Inspection(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The facts about an artifact, in the order in which `inferc inspect --json` prints them.
 
+    adapters: the largest rank of LoRA adapters and the places of a step that they may add to, or None without room.
     chat: the form in which the chat template reads messages (inferc.chat.form), or None without a template. calls: the
     form in which the model writes calls of tools (inferc.chat.calls), reasoning: that of its reasoning
     (inferc.chat.reasoning), or None if there is none that is known. chat, calls, reasoning, certificate and stored
@@ -87,6 +88,7 @@ class Inspection(Struct, frozen=True, omit_defaults=True, kw_only=True):
     cubins: dict[str, str]
     programs: list[RankFacts]
     model: Model
+    adapters: dict[str, int] | None = None
     chat: dict[str, Any] | None
     calls: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
@@ -131,6 +133,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> Inspection:
         cubins=artifact.entry.cubins,
         programs=[_rank_facts(rank, arena_bytes(rank)) for rank in artifact.ranks],
         model=manifest.model,
+        adapters=_room_for_adapters(artifact),
         chat=_chat_facts(artifact, "form"),
         calls=_chat_facts(artifact, "calls"),
         reasoning=_chat_facts(artifact, "reasoning"),
@@ -141,6 +144,11 @@ def inspect_artifact(path: str | os.PathLike[str]) -> Inspection:
         certificate=artifact.read_json(CERTIFICATE) if CERTIFICATE in manifest.files else None,
         stored=artifact.manifest_json(),
     )
+
+
+def _room_for_adapters(artifact: Artifact) -> dict[str, int] | None:
+    room = artifact.program.program.info.get("adapters")
+    return None if room is None else {"rank": room["rank"], "places": len(room["sites"])}
 
 
 def _rank_facts(rank: Artifact, arena_bytes: int) -> RankFacts:

@@ -41,6 +41,7 @@ def _show(facts: Inspection) -> None:
         **({"chat": str(form_of(facts.chat))} if facts.chat is not None else {}),
         **({"calls": str(call_form_of(facts.calls))} if facts.calls is not None else {}),
         **({"reasoning": str(reasoning_form_of(facts.reasoning))} if facts.reasoning is not None else {}),
+        **({"adapters": _room(facts.adapters)} if facts.adapters is not None else {}),
         "format": f"version {facts.format_version}, by {facts.producer}",
         "signature": _signature(facts.signature),
         **({"passes": ", ".join(config.passes) + " (besides inferc's own)"} if config.passes else {}),
@@ -100,6 +101,10 @@ def _say_plan(facts: TensorrtFacts) -> None:
 
 def _layers(kinds: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _room(adapters: dict[str, int]) -> str:
+    return f"room for LoRA adapters of rank {adapters['rank']} or less, at {adapters['places']} places"
 
 
 def _quantized(model: Model, dtype: str) -> str:
