@@ -312,6 +312,9 @@ TOKENIZE: Fields = {
     "add_special_tokens": Field(FLAG),
     "add_generation_prompt": Field(FLAG),
     "chat_template_kwargs": Field(OBJECT),
+    "tools": Field(LIST),
+    "tool_choice": Field(ANY),
+    "reasoning_effort": Field(TEXT),
     "return_token_strs": Field(FLAG),
 }
 LOAD_ADAPTER: Fields = {

@@ -13,6 +13,8 @@ OF_MESSAGES = {
     "assistant": ("tool_calls", *REASONING, "name"),
     "tool": ("tool_call_id", "name"),
 }
+# What OpenAI's clients add to an answer when they read it for their caller, who sends it back with the next request.
+ADDED, ADDED_TO_A_CALL = ("parsed",), ("parsed_arguments",)
 
 
 def messages_of(body: Mapping[str, Any], has_calls: bool = False) -> list[dict[str, Any]]:
@@ -34,6 +36,8 @@ def _message(index: int, message: Any, has_calls: bool) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where}: expected an object with a role and a content, found {shown(message)}")
+    if message["role"] == "assistant":
+        message = _as_answered(message)
     more = {name: message[name] for name in OF_MESSAGES.get(message["role"], ()) if has_calls and message.get(name)}
     for name, value in message.items():
         if name not in ("role", "content", *more) and value:
@@ -53,6 +57,20 @@ def _message(index: int, message: Any, has_calls: bool) -> dict[str, Any]:
             raise RequestError(f"{where}.content: expected text, found {shown(text)}")
         parts.append({"type": "text", "text": text})
     return {"role": message["role"], "content": parts if isinstance(content, list) else content, **more}
+
+
+def _as_answered(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an assistant's message without what a client has added to it."""
+    found = {name: value for name, value in message.items() if name not in ADDED}
+    if isinstance(calls := found.get("tool_calls"), list):
+        found["tool_calls"] = [_call_as_answered(call) for call in calls]
+    return found
+
+
+def _call_as_answered(call: Any) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+        return call  # what is wrong with it is told by who reads it
+    return {**call, "function": {name: value for name, value in function.items() if name not in ADDED_TO_A_CALL}}
 
 
 def joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

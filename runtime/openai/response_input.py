@@ -12,7 +12,7 @@ OF_A_MESSAGE = ("type", "role", "content", "id", "status", "phase")
 PARTS = ("input_text", "output_text")
 THOUGHTS = ("reasoning_text", "summary_text")
 # The fields of items that are calls of tools and their results; `id` and `status` are those of an answer's items.
-OF_A_CALL = ("type", "call_id", "name", "arguments", "id", "status")
+OF_A_CALL = ("type", "call_id", "name", "arguments", "parsed_arguments", "id", "status")  # one is a client's own
 OF_REASONING = ("type", "content", "summary", "id", "status")
 OF_A_RESULT = ("type", "call_id", "output", "id", "status")
 

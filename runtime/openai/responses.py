@@ -32,7 +32,7 @@ from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.sampling_params import check_integer, check_num_top, check_text
 from inferc.runtime.tools.tools import Tools, check_is_function, checked_functions, choice_of, has_tools
 
-RESPONSES = "/v1/responses"
+RESPONSES, INPUT_TOKENS = "/v1/responses", "/v1/responses/input_tokens"
 LOGPROBS = "message.output_text.logprobs"
 # The accepted values of `include`. A text answer can include log probabilities and has none of the others.
 INCLUDES = (

@@ -18,6 +18,7 @@ from inferc.runtime.openai.request import (
     template_of,
 )
 from inferc.runtime.step.sampling_params import check_integer
+from inferc.runtime.tools.tools import tools_of
 
 MAX_DIMENSIONS = 2**31 - 1
 # Unsupported fields of embeddings, with the values that are accepted because they ask for nothing unsupported.
@@ -67,7 +68,7 @@ def check_dimensions(value: int) -> None:
 class TokenizeRequest:
     """A checked request for the token ids of a text or of a conversation.
 
-    template: variables of the chat template.
+    template: variables of the chat template. has_tools: tools are among them.
     """
 
     model: str
@@ -75,6 +76,7 @@ class TokenizeRequest:
     add_special_tokens: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
     return_token_strs: bool = False
+    has_tools: bool = False
 
 
 def read_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
@@ -90,8 +92,13 @@ def read_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
         check_is_no_chat(body)
         special = body.get("add_special_tokens") is not False
         return TokenizeRequest(model, text, special, return_token_strs=is_spelled)
-    check_supported(body, is_served=True)
-    return TokenizeRequest(model, messages_of(body), template=template_of(body), return_token_strs=is_spelled)
+    check_supported(body, is_served=True, takes_tools=True, takes_reasoning=True)
+    messages, template, tools = messages_of(body, has_calls=True), template_of(body), tools_of(body)
+    if tools is not None:
+        template["tools"] = tools.for_template
+    return TokenizeRequest(
+        model, messages, template=template, return_token_strs=is_spelled, has_tools=tools is not None
+    )
 
 
 @dataclass(frozen=True)

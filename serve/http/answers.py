@@ -11,9 +11,11 @@ import msgspec
 from fastapi import Request, Response
 
 from inferc.runtime.openai.answer import Answer
+from inferc.runtime.openai.reasoning_wishes import as_the_model_can
 from inferc.runtime.openai.request import OpenAIRequest
 from inferc.serve.answering.answering import MANY_ENTRIES, Answering
 from inferc.serve.http.edge import ClientLeft, Receive, Scope, Send, while_client_waits
+from inferc.serve.models import text_calls
 from inferc.serve.models.long_texts import in_text_thread
 from inferc.serve.models.served_model import ServedModel
 
@@ -115,3 +117,15 @@ async def answered(http: Request, model: ServedModel, request: OpenAIRequest, na
     finally:
         if not is_handed_over:
             answering.close()
+
+
+async def num_input_tokens(http: Request, model: ServedModel, request: OpenAIRequest) -> dict[str, Any]:
+    """Return how many tokens the model gets of a conversation, as `input_tokens`, with any warnings."""
+    if request.tools is not None:
+        model.engine.text.check_calls()
+    request = as_the_model_can(request, model.engine.text)
+    (messages,) = request.prompts
+    http.scope["started"]()
+    async with while_client_waits(http.receive):
+        ids = await text_calls.tokenize_chat(model, messages, request.template)  # type: ignore[arg-type]
+    return {"input_tokens": len(ids), **({"warnings": request.warnings} if request.warnings else {})}

@@ -16,14 +16,11 @@ from fastapi import APIRouter, Request, Response
 from inferc.runtime.anthropic.answer import Content, error_body, message, stop_of, usage_body
 from inferc.runtime.anthropic.request import COUNT_URL, MESSAGES_URL, parse_messages
 from inferc.runtime.openai.answer import Answer
-from inferc.runtime.openai.reasoning_wishes import as_the_model_can
 from inferc.runtime.openai.request import model_of
 from inferc.runtime.step.sampling_params import of_chat
 from inferc.serve.answering.answering import Answering
-from inferc.serve.http.answers import STREAMED, Json, answered
+from inferc.serve.http.answers import STREAMED, Json, answered, num_input_tokens
 from inferc.serve.http.bodies import described, read_body
-from inferc.serve.http.edge import while_client_waits
-from inferc.serve.models import text_calls
 from inferc.serve.models.models import Models
 from inferc.serve.models.served_model import ServedModel
 from inferc.serve.security.access import CALLER
@@ -50,14 +47,7 @@ def messages_routes(models: Models) -> APIRouter:
         body = await read_body(http)
         model = models.get(model_of(body.values))
         request = await body.read_as(partial(parse_messages, counts=True))
-        if request.tools is not None:
-            model.engine.text.check_calls()
-        request = as_the_model_can(request, model.engine.text)
-        (messages,) = request.prompts
-        http.scope["started"]()
-        async with while_client_waits(http.receive):
-            ids = await text_calls.tokenize_chat(model, messages, request.template)  # type: ignore[arg-type]
-        return Json({"input_tokens": len(ids), **({"warnings": request.warnings} if request.warnings else {})})
+        return Json(await num_input_tokens(http, model, request))
 
     return routes
 

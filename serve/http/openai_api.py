@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 
 from inferc.runtime.openai.answer import Answer, response_body
 from inferc.runtime.openai.reasoning import with_reasoning
+from inferc.runtime.openai.reasoning_wishes import template_with_effort
 from inferc.runtime.openai.request import (
     CHAT,
     COMPLETIONS,
@@ -99,12 +100,16 @@ def openai_routes(models: Models) -> APIRouter:
         body = await read_body(http)
         request = await body.read_as(read_tokenize)
         model, prompt = models.get(request.model), request.prompt
+        text = model.engine.text
+        if request.has_tools:
+            text.check_calls()
         http.scope["started"]()
         async with while_client_waits(http.receive):
             if isinstance(prompt, str):
                 ids = await text_calls.tokenize(model, prompt, request.add_special_tokens)
             else:
-                ids = await text_calls.tokenize_chat(model, prompt, request.template)
+                template = template_with_effort(request.template, text) or request.template
+                ids = await text_calls.tokenize_chat(model, prompt, template)
             make = partial(_tokens, model, ids, request.return_token_strs)
             return make() if len(ids) <= MANY_ENTRIES else await BY_TURNS.run(make)
 

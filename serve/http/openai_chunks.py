@@ -76,7 +76,8 @@ class Chunks:
         if begins:
             self._begun.add(index)
             if self._is_chat:
-                body = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                said = "" if self._calls is None else None  # a text part, even an empty one, is one that clients show
+                body = {"delta": {"role": "assistant", "content": said}, "logprobs": None, "finish_reason": None}
                 more = {**prompt.fields, **self._warnings} if len(self._begun) == 1 else {}
                 first = self._dump(index, body, usage, more)
             elif self._request.echo or prompt.fields:
@@ -115,10 +116,11 @@ class Chunks:
             reader = self._readers.setdefault(index, CallReader(self._calls))
             said = [*reader.push(delta.text), *(reader.finish() if delta.finish_reason is not None else [])]
             has_calls = reader.num_calls > 0 and not reader.is_cut
-        parts = [*([reasoning_delta(delta.reasoning)] if delta.reasoning else []), *map(delta_of, said)]
+        parts: list[dict[str, Any]] = [reasoning_delta(delta.reasoning)] if delta.reasoning else []
+        parts += map(delta_of, said)
         whole = self._body(index, delta)
         if not parts and (delta.finish_reason is not None or delta.logprobs or self._request.return_token_ids):
-            parts = [delta_of("")]
+            parts = [delta_of("") if self._calls is None else {}]
         events = []
         for number, part in enumerate(parts):
             body: dict[str, Any] = {"logprobs": None} if number else whole

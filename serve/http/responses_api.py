@@ -19,6 +19,7 @@ from inferc.runtime.openai.answer import Answer, Usage, chat_logprobs
 from inferc.runtime.openai.request import model_of
 from inferc.runtime.openai.response_items import Event, Items, whole_items
 from inferc.runtime.openai.responses import (
+    INPUT_TOKENS,
     RESPONSES,
     ResponseHead,
     ResponseRequest,
@@ -29,7 +30,7 @@ from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import of_chat
 from inferc.serve.answering.answering import MANY_ENTRIES, Answering, Growing
 from inferc.serve.answering.logprobs_json import chat_lists
-from inferc.serve.http.answers import STREAMED, answered
+from inferc.serve.http.answers import STREAMED, Json, answered, num_input_tokens
 from inferc.serve.http.bodies import described, read_body
 from inferc.serve.http.edge import body_of
 from inferc.serve.models.long_texts import in_text_thread
@@ -50,6 +51,14 @@ def responses_routes(models: Models) -> APIRouter:
         request = await body.read_as(partial(parse_response_request, defaults=defaults))
         form = _ResponseForm(secrets.token_hex(12), int(time.time()), model.name, request)
         return await answered(http, model, request.chat, f"resp_{form.name}", form)
+
+    @routes.post(INPUT_TOKENS, tags=["openai"], openapi_extra=described("ResponseBody"))
+    async def count_input_tokens(http: Request) -> Json:
+        """Count the tokens of a conversation, as the model would get them."""
+        body = await read_body(http)
+        model = models.get(model_of(body.values))
+        request = (await body.read_as(parse_response_request)).chat
+        return Json({"object": "response.input_tokens", **await num_input_tokens(http, model, request)})
 
     @routes.get(f"{RESPONSES}/{{response_id}}", tags=["openai"])
     @routes.delete(f"{RESPONSES}/{{response_id}}", tags=["openai"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from clients import run_client
+from clients import run_client, run_node_client
 from command_line import run_inferc
 from http_calls import request
 from serving import Server
@@ -265,6 +265,19 @@ def test_openai_reads_reasoning(free: Thinking) -> None:
     seen = run_client("openai", "check_reasoning.py", free.url, "out", str(free.tokens["<think>"]))
     assert seen["reasoning"] and seen["city"] in ("Rome", "Paris") and seen["reasoning_tokens"] == 6
     assert seen["streamed"] == [seen["reasoning"], seen["content"]]
+
+
+@pytest.mark.slow
+def test_the_ai_sdk_reads_reasoning_and_sends_it_back(free: Thinking) -> None:
+    seen = run_node_client("check_reasoning.mjs", free.url, "out", str(free.tokens["<think>"]))
+    thought, text = seen["whole"]
+    assert thought and text and seen["streamed"] == [thought, text] and seen["tokens"] == [6, 6]
+    parts = [f"{kind}-{each}" for kind in ("reasoning", "text") for each in ("start", "delta", "end")]
+    assert seen["kinds"] == ["start", "start-step", *parts, "finish-step", "finish"]
+    answered = {"role": "assistant", "content": text, "reasoning_content": thought}
+    history = [HI, answered, {"role": "user", "content": "and?"}]
+    counts = [request(free.url, "/tokenize", {"messages": each}).json["count"] for each in ([HI], history)]
+    assert seen["inputs"] == counts
 
 
 def test_drafts_change_nothing_of_reasoning_and_its_limit(free: Thinking) -> None:

@@ -48,6 +48,8 @@ def test_calls_come_whole_and_in_parts(tooled: Server, choice: Any, names: set[s
         parts = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
         assert parts[0]["function"]["name"] == message["tool_calls"][0]["function"]["name"] and parts[0]["id"]
         assert all(set(part) == {"index", "function"} and part["index"] == 0 for part in parts[1:])
+        assert deltas[0]["delta"] == {"role": "assistant", "content": None}
+        assert all("content" not in delta["delta"] for delta in deltas[1:]), "clients show even an empty text"
         written = "".join(part["function"]["arguments"] for part in parts)
         assert written == message["tool_calls"][0]["function"]["arguments"]
 
@@ -100,6 +102,39 @@ def test_histories_have_calls_and_results(tooled: Server) -> None:
     sent = request(tooled.url, CHAT, {"messages": history, "tools": TOOLS, "max_tokens": 3, "return_token_ids": True})
     text = request(tooled.url, "/detokenize", {"tokens": sent.json["prompt_token_ids"]}).json["prompt"]
     assert '<get_weather><now><|user|>hi<|assistant|><call>now={"a": 1}</call><|tool|>12:00<|assistant|>' in text
+    counted = request(tooled.url, "/tokenize", {"messages": history, "tools": TOOLS}).json
+    assert counted["tokens"] == sent.json["prompt_token_ids"]
+    items = [
+        *MESSAGES,
+        {"type": "function_call", "call_id": "1", "name": "now", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "1", "output": "12:00"},
+    ]
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    reply = request(tooled.url, "/v1/responses/input_tokens", {"input": items, "tools": tools})
+    assert reply.json == {"object": "response.input_tokens", "input_tokens": counted["count"]}
+
+
+def test_a_client_sends_back_what_it_has_read_of_a_call(tooled: Server) -> None:
+    """Clients add `parsed` and `parsed_arguments` to answers, which no template is to see."""
+    function = {"name": "now", "arguments": "{}"}
+    call = {"id": "call_1", "type": "function", "function": function}
+    added = {**call, "function": {**function, "parsed_arguments": {}}}
+    plain, read = (
+        {"messages": [*MESSAGES, message], "tools": TOOLS}
+        for message in (
+            {"role": "assistant", "content": "a", "tool_calls": [call]},
+            {"role": "assistant", "content": "a", "tool_calls": [added], "parsed": {"a": 1}, "refusal": None},
+        )
+    )
+    assert request(tooled.url, "/tokenize", read).json == request(tooled.url, "/tokenize", plain).json
+    item = {"type": "function_call", "call_id": "1", **function}
+    sent, back = (
+        request(tooled.url, "/v1/responses/input_tokens", {"input": [*MESSAGES, each]}).json
+        for each in (item, {**item, "parsed_arguments": {}, "id": "fc_1", "status": "completed"})
+    )
+    assert sent == back and sent["input_tokens"] > 4
+    user = [{"role": "user", "content": "hi", "parsed": {"a": 1}}]
+    assert "messages[0].parsed is" in request(tooled.url, CHAT, {"messages": user}).error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -132,9 +167,15 @@ def test_what_cannot_be_called_is_refused(
 
 
 def test_a_model_that_knows_no_tools_refuses_them(url: str) -> None:
-    reply = request(url, CHAT, SAMPLED)
-    assert reply.status == 400 and reply.error["param"] == "tools"
-    assert "the model's chat template does not tell how it writes calls" in reply.error["message"]
+    responses = {"input": "hi", "tools": [{"type": "function", "name": "now"}]}
+    for path, body in (
+        (CHAT, SAMPLED),
+        ("/tokenize", {"messages": MESSAGES, "tools": TOOLS}),
+        ("/v1/responses/input_tokens", responses),
+    ):
+        reply = request(url, path, body)
+        assert reply.status == 400 and reply.error["param"] == "tools", path
+        assert "the model's chat template does not tell how it writes calls" in reply.error["message"]
 
 
 @pytest.mark.slow

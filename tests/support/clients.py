@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,20 +25,26 @@ def environment(name: str) -> Path:
 
 def run_client(name: str, script: str, *arguments: str, timeout: float = 120) -> Any:
     """Run a script of tests/clients, and return what it prints as JSON."""
-    return _printed([str(environment(name) / "python"), str(SCRIPTS / script), *arguments], timeout, {})
+    return _printed([str(environment(name) / "python"), str(SCRIPTS / script), *arguments], timeout)
 
 
-def run_node_client(name: str, script: str, *arguments: str, timeout: float = 120) -> Any:
-    """Run a JavaScript of tests/clients, and return what it prints as JSON."""
-    node, packages = shutil.which("node"), environment(name).parent / "node_modules"
-    if node is None:
+def run_node_client(script: str, *arguments: str, timeout: float = 120) -> Any:
+    """Run a module of tests/clients/javascript, and return what it prints as JSON.
+
+    It comes by standard input, so that what it imports is looked for where the clients are installed.
+    """
+    folder = environment("javascript").parent
+    machine = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), "")
+    node: Path | str | None = folder / "node_modules" / f"node-linux-{machine}" / "bin" / "node"
+    if not Path(str(node)).exists() and (node := shutil.which("node")) is None:
         pytest.skip("node is not installed")
-    return _printed([node, str(SCRIPTS / script), *arguments], timeout, {"NODE_PATH": str(packages)})
+    command = [str(node), "--no-warnings", "--input-type=module", "-", *arguments]
+    return _printed(command, timeout, folder, (SCRIPTS / "javascript" / script).read_text())
 
 
-def _printed(command: list[str], timeout: float, variables: dict[str, str]) -> Any:
+def _printed(command: list[str], timeout: float, folder: Path | None = None, given: str = "") -> Any:
     result = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=timeout, check=False
+        command, cwd=folder, input=given, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])

@@ -152,6 +152,7 @@ VALID: dict[str, Pairs] = {
     "/v1/completions": [("prompt", '"abc"'), ("max_tokens", "2")],
     "/v1/chat/completions": [("messages", '[{"role":"user","content":"hi"}]'), ("max_tokens", "2")],
     "/v1/responses": [("input", '"hi"'), ("max_output_tokens", "2")],
+    "/v1/responses/input_tokens": [("input", '"hi"')],
     "/v1/messages": [("messages", '[{"role":"user","content":"hi"}]'), ("max_tokens", "2")],
     "/v1/messages/count_tokens": [("messages", '[{"role":"user","content":[{"type":"text","text":"hi"}]}]')],
     "/v1/embeddings": [("input", '["a", "b"]')],

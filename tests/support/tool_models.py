@@ -20,6 +20,15 @@ TEMPLATE = (
     + END
     + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# An answer has one call at most, between characters that are tokens of their own: a bias makes a model call by itself.
+ONE_CALL = (
+    "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
+    + EACH
+    + "<|{{ m.role }}|>{{ m.content or '' }}{% if m.tool_calls %}@{{ m.tool_calls[0].function.name }}="
+    + "{{ m.tool_calls[0].function.arguments | tojson }}@{% endif %}"
+    + END
+    + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Paris"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -31,10 +40,10 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def make_tooled(model: Path, folder: Path) -> None:
-    """Compile a copy of a model with the template above; the artifact is `tooled` in the folder."""
+def make_tooled(model: Path, folder: Path, template: str = TEMPLATE) -> None:
+    """Compile a copy of a model with one of the templates above; the artifact is `tooled` in the folder."""
     shutil.copytree(model, folder / "model")
-    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "model" / "chat_template.jinja").write_text(template)
     compile(folder / "model", folder / "tooled", CompileConfig(certify="none"))
 
 

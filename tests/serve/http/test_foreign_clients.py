@@ -1,4 +1,4 @@
-"""The OpenAI interface by LiteLLM, by Simon Willison's llm, and by OpenAI's client for JavaScript, all unmodified."""
+"""The OpenAI interface by LiteLLM, by Simon Willison's llm and by DSPy, all unmodified."""
 
 import json
 import os
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clients import ROOT, environment, run_client, run_node_client
+from clients import ROOT, environment, run_client
 from http_calls import request
 from serving import Server
+from tool_models import ONE_CALL, make_tooled
 
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
@@ -67,6 +68,7 @@ def test_litellm_raises_its_own_errors(litellm: Any) -> None:
 MODELS = """
 - {{model_id: ours, model_name: {model}, api_base: "{url}/v1", supports_tools: true, supports_schema: true}}
 - {{model_id: ours-text, model_name: {model}, api_base: "{url}/v1", completion: true}}
+- {{model_id: ours-responses, model_name: {model}, api_base: "{url}/v1", responses: true, supports_schema: true}}
 """
 GREEDY = ("-o", "temperature", "0", "-o", "max_tokens", "12")
 
@@ -94,27 +96,50 @@ def test_llm_prompts_streams_and_goes_on(folder: Path, url: str) -> None:
     assert last["prompt"] == "And?" and last["output_tokens"] == 12 and last["input_tokens"] > 12
     text = llm(folder, "-m", "ours-text", "def add(", *GREEDY)
     assert text.returncode == 0 and len(text.stdout) > 1
+    for options in ([], ["--no-stream"]):
+        response = llm(folder, "-m", "ours-responses", "Say hi", *options, *GREEDY)
+        assert (response.returncode, response.stdout) == (0, want + "\n"), response.stderr
+    assert llm(folder, "-c", "And?", "-s", "Be brief.", *GREEDY).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (("-T", "llm_version"), "tools"),
-    ],
-)
-def test_llm_shows_what_is_not_built(folder: Path, arguments: tuple[str, ...], field: str) -> None:
-    done = llm(folder, "-m", "ours", "Say hi", *arguments)
-    assert done.returncode == 1 and f"400 - {field}: " in done.stderr
-    assert NO_CALLS in done.stderr
+def test_llm_shows_what_is_not_built(folder: Path) -> None:
+    done = llm(folder, "-m", "ours", "Say hi", "-T", "llm_version")
+    assert done.returncode == 1 and "400 - tools: " in done.stderr and NO_CALLS in done.stderr
 
 
-def test_llm_gets_answers_of_a_schema(folder: Path) -> None:
+@pytest.mark.parametrize("model", ["ours", "ours-responses"])
+def test_llm_gets_answers_of_a_schema(folder: Path, model: str) -> None:
     schema = json.dumps({"type": "object", "properties": {"verdict": {"enum": ["yes", "no"]}}, "required": ["verdict"]})
-    done = llm(folder, "-m", "ours", "Is it?", "--schema", schema, "-o", "temperature", "0", "-o", "max_tokens", "200")
+    done = llm(folder, "-m", model, "Is it?", "--schema", schema, "-o", "temperature", "0", "-o", "max_tokens", "200")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] in ("yes", "no")
-    free = llm(folder, "-m", "ours", "Say hi", "-o", "json_object", "true", *GREEDY)
+    free = llm(folder, "-m", model, "Say hi", "-o", "json_object", "true", *GREEDY)
     assert free.returncode == 0 and free.stdout.startswith("{"), free.stderr
+
+
+def test_llm_runs_tools(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    """The model may choose, and a bias makes it call a tool, which llm runs; then llm asks again by itself."""
+    environment("llm")
+    make_tooled(tiny_llama_folder, tmp_path, ONE_CALL)
+    with Server(tmp_path / "tooled") as server:
+        (tmp_path / "extra-openai-models.yaml").write_text(MODELS.format(model="tooled", url=server.url))
+        info, call, letter = (
+            request(server.url, path, body).json
+            for path, body in (
+                ("/tokenizer_info", None),
+                ("/tokenize", {"prompt": "@", "add_special_tokens": False}),
+                ("/tokenize", {"prompt": "s", "add_special_tokens": False}),
+            )
+        )
+        bias = dict.fromkeys((*info["eos_token_ids"], *call["tokens"], *letter["tokens"]), 90)
+        options = ("-o", "seed", "1", "-o", "max_tokens", "40", "-o", "logit_bias", json.dumps(bias))
+        tools = ("-T", "llm_version", "-T", "llm_time", "--td")
+        for stream in ([], ["--no-stream"]):
+            done = llm(tmp_path, "-m", "ours", "hi", *tools, *options, *stream)
+            assert done.returncode == 0 and "Tool call: llm_version({})" in done.stderr, done.stderr
+            (then,) = json.loads(llm(tmp_path, "logs", "list", "-n", "1", "--json").stdout)
+            assert [each["name"] for each in then["tool_results"]] == ["llm_version"] and then["response"]
+            assert not then["tool_calls"], "with what the tool answered the model says a text"
 
 
 # ----------------------------------------------------------------------------------------------------- DSPy
@@ -138,38 +163,3 @@ def test_dspy_reads_the_fields_of_answers(dspy: Any, module: str) -> None:
     assert module == "json" or 10 <= found["certainty"] <= 99
     assert ("reasoning" in found) == (module == "reasoned") and found.get("reasoning", "so") != ""
     assert found["usage"]["prompt_tokens"] > 100 and found["usage"]["completion_tokens"] > 5
-
-
-# ----------------------------------------------------------------------------------------------- JavaScript
-
-
-@pytest.fixture(scope="module")
-def node(url: str, tiny_artifact: Path) -> Any:
-    return run_node_client("openai-node", "check_openai_node.cjs", url, tiny_artifact.name)
-
-
-def test_javascript_completes_and_streams(node: Any, tiny_artifact: Path) -> None:
-    content = node["chat"]["choices"][0]["message"]["content"]
-    stream = node["stream"]
-    assert node["models"] == [tiny_artifact.name] and node["request_id"].startswith("req-") and node["left"]
-    assert "".join(stream["pieces"]) == content and len(stream["pieces"]) > 2
-    assert stream["reasons"] == ["length"] and stream["usage"]["completion_tokens"] == 12
-    assert node["helped"] == [content, content] and node["together"] == [content] * 8
-    assert node["completion"]["choices"][0]["text"]
-    assert node["responses"]["kinds"][0] == "response.created" and node["responses"]["text"]
-    assert node["responses"]["kinds"][-1] in ("response.completed", "response.incomplete")
-
-
-def test_javascript_gets_answers_of_a_form(node: Any) -> None:
-    assert json.loads(node["structured"])["verdict"] in ("yes", "no")
-    assert "".join(node["structured_stream"]) == node["structured"] and len(node["structured_stream"]) > 2
-
-
-def test_javascript_raises_its_own_errors(node: Any) -> None:
-    errors = node["errors"]
-    for name in ("tools", "run_tools"):
-        assert errors[name][:2] == ["BadRequestError", 400] and errors[name][3] == "tools"
-        assert NO_CALLS in errors[name][2]
-    assert errors["schema"][:2] == ["BadRequestError", 400] and errors["schema"][3] == "response_format"
-    assert errors["model"][:2] == ["NotFoundError", 404] and errors["model"][4] == "model_not_found"
-    assert errors["embeddings"][:2] == ["BadRequestError", 400]

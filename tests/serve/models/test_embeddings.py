@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clients import run_client
+from clients import run_client, run_node_client
 from http_calls import request
 from random_models import make_random_model
 from serving import Server, wait_until
@@ -113,6 +113,19 @@ def test_litellm(embedding: Server) -> None:
     for name in ("default", "floats"):
         np.testing.assert_allclose(seen[name], want, atol=1e-7)
     assert seen["tokens"] > 2
+
+
+@pytest.mark.slow
+def test_javascript(embedding: Server) -> None:
+    seen: Any = run_node_client("check_embeddings.mjs", embedding.url, "embedder")
+    with Client(embedding.address) as client:
+        want = client.embed(["a text", "other"])
+        (cut,) = client.embed(["a text"], dimensions=8)
+        first, second = (len(client.tokenize(text)) for text in ("a text", "other"))
+    np.testing.assert_allclose([seen["client"], seen["many"]], [want, want], atol=1e-7)
+    np.testing.assert_allclose(seen["one"], want[0], atol=1e-7)
+    np.testing.assert_allclose(seen["cut"], cut, atol=1e-7)
+    assert seen["usage"] == [first + second, first + second, first]
 
 
 def test_bad_requests(embedding: Server, url: str) -> None:

@@ -1,6 +1,6 @@
-// Print what OpenAI's JavaScript client sees of a server: node check_openai_node.cjs URL MODEL, with its NODE_PATH.
+// Print what OpenAI's JavaScript client sees of a server: node - URL MODEL < check_openai.mjs, where it is installed.
 
-const { OpenAI } = require("openai");
+import { OpenAI } from "openai";
 
 const [url, model] = process.argv.slice(2);
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
