@@ -43,7 +43,6 @@ NOT_BUILT = (
     "functions",
     "guided_whitespace_pattern",
     "audio",
-    "prediction",
     "web_search_options",
     "chat_template",
     "chat_template_kwargs",

@@ -8,7 +8,8 @@ from typing import Any
 
 from inferc.runtime.openai.fields import BY_NAME
 
-# They are about a platform, an account, a cache that needs no help, or a client's own conversations.
+# They are about a platform, an account, a cache that needs no help, the speed of an answer, or a client's own
+# conversations.
 IGNORED = frozenset(
     (
         "add_special_tokens",
@@ -27,6 +28,7 @@ IGNORED = frozenset(
         "parallel_tool_calls",
         "parent_id",
         "parent_message",
+        "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",

@@ -132,7 +132,8 @@ def describe(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         found = plain()
         schemas = found.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update({name: _schema(name, fields) for name, fields in BODIES.items()})
+        if not schemas.keys() >= BODIES.keys():  # FastAPI makes it once, and keeps it
+            schemas.update({name: _schema(name, fields) for name, fields in BODIES.items()})
         return found
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way in which FastAPI documents it

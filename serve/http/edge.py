@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import logging
 import math
@@ -10,12 +11,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any, TypeAlias
 
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 
-from inferc.errors import InfercError
+from inferc.errors import InfercError, shown
 from inferc.runtime.anthropic import answer as of_messages
 from inferc.runtime.anthropic.request import MESSAGES_URL
 from inferc.runtime.openai.answer import field_of
@@ -37,6 +39,7 @@ Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 << 20
+LONGEST_PATH = 80  # characters of an unknown path that are compared with the known ones
 STARTS_AT_ONCE = 8
 # Size up to which a body is short: a longer one takes milliseconds to read. STARTS_AT_ONCE requests with a short body
 # may start at the same time, but only one with a long body.
@@ -279,7 +282,22 @@ def error_of_http(error: HTTPException, scope: Scope) -> Response:
 
 async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.detail == HTTPStatus(error.status_code).phrase:  # of the router, which says no more
+        error = HTTPException(error.status_code, _no_route(request, error), error.headers)
     return error_of_http(error, request.scope)
+
+
+def _no_route(request: Request, error: HTTPException) -> str:
+    """Return what is wrong with a request that no route takes, and the path that was probably meant."""
+    path = request.scope["path"]
+    if error.status_code == 405:
+        return f"{shown(path)} takes {(error.headers or {}).get('Allow', 'another method')}, found {request.method}"
+    paths = request.app.openapi()["paths"]
+    # The base URL of a client of OpenAI's ends with /v1, that of Anthropic's does not: each has been given the other's.
+    near = [each for each in (f"/v1{path}", path.replace("/v1/v1", "/v1", 1)) if each in paths]
+    near = near or difflib.get_close_matches(path[:LONGEST_PATH], paths, 1, 0.8)
+    hint = f"did you mean {near[0]}?" if near else "/openapi.json lists those that there are"
+    return f"there is no path {shown(path)} here; {hint}"
 
 
 # ------------------------------------------------------------------------------------------ clients that leave

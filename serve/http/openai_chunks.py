@@ -33,6 +33,14 @@ def event(body: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
+def with_end(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last deltas of an answer, of which the very last comes with the reason of its end.
+
+    It is no part of a call: OpenAI's clients say that the call before it is whole, and read its parts after that.
+    """
+    return [*deltas, {}] if "tool_calls" in deltas[-1] else deltas
+
+
 class Chunks:
     """The encoder of one request's events; most events have only text, and are put together from bytes."""
 
@@ -121,6 +129,8 @@ class Chunks:
         whole = self._body(index, delta)
         if not parts and (delta.finish_reason is not None or delta.logprobs or self._request.return_token_ids):
             parts = [delta_of("") if self._calls is None else {}]
+        if delta.finish_reason is not None:
+            parts = with_end(parts)
         events = []
         for number, part in enumerate(parts):
             body: dict[str, Any] = {"logprobs": None} if number else whole

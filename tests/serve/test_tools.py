@@ -49,6 +49,7 @@ def test_calls_come_whole_and_in_parts(tooled: Server, choice: Any, names: set[s
         assert parts[0]["function"]["name"] == message["tool_calls"][0]["function"]["name"] and parts[0]["id"]
         assert all(set(part) == {"index", "function"} and part["index"] == 0 for part in parts[1:])
         assert deltas[0]["delta"] == {"role": "assistant", "content": None}
+        assert deltas[-1]["delta"] == {}
         assert all("content" not in delta["delta"] for delta in deltas[1:]), "clients show even an empty text"
         written = "".join(part["function"]["arguments"] for part in parts)
         assert written == message["tool_calls"][0]["function"]["arguments"]
@@ -187,6 +188,10 @@ def test_clients_of_others_call_tools(tooled: Server) -> None:
     assert openai["parsed"] == [json.loads(openai["arguments"])]
     assert openai["parsed"][0]["city"] in ("Rome", "Paris") and 1 <= openai["parsed"][0]["days"] <= 9
     assert openai["answered"][0] and openai["answered"][1:] in ([None, "stop"], [None, "length"])
+    read = seen["read"]
+    assert 1 <= read["call"] <= 9 and 1 <= read["formed"] <= 9 and all(read["answers"]), "what it read goes back"
+    assert set(read["lines"][:-1]) == {"data: "} and read["lines"][-1] == "data: [DONE]"
+    assert read["counted"][0] == read["counted"][1] > 4
     responses = seen["responses"]
     assert (responses["status"], responses["call"]["type"]) == ("completed", "function_call")
     assert responses["call"]["arguments"] == openai["arguments"], "the same request to the model"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from inferc.serve.http.answers import WRITTEN_AT_ONCE, Events, Json
+from inferc.serve.http.openai_chunks import with_end
 
 
 @pytest.mark.parametrize("num_letters", [1, WRITTEN_AT_ONCE - 8, 3 * WRITTEN_AT_ONCE])
@@ -52,3 +53,10 @@ def test_so_is_a_long_event_of_a_stream() -> None:
     assert b"".join(parts) == long + b"data: a\n\n" + long
     assert len(parts) == 3 + 1 + 3 + 1 and max(map(len, parts)) == WRITTEN_AT_ONCE
     assert [part["more_body"] for part in sent[1:]] == [True] * 7 + [False]
+
+
+def test_the_end_of_calls_stands_in_a_chunk_of_its_own() -> None:
+    """A busy machine may merge the last part of a call with the end of the answer."""
+    text, call = {"content": "a"}, {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
+    assert with_end([text, call]) == [text, call, {}]
+    assert with_end([call, text]) == [call, text] and with_end([{}]) == [{}]

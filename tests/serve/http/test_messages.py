@@ -211,7 +211,8 @@ def test_counting_refuses_as_answering_does(url: str) -> None:
 def test_faults_outside_of_a_body_have_the_form_too(url: str) -> None:
     assert error(request(url, MESSAGES, b"{"))["type"] == "invalid_request_error"
     assert request(url, MESSAGES, method="GET").status == 405
-    assert error(request(url, f"{MESSAGES}/batches", {})) == {"type": "not_found_error", "message": "Not Found"}
+    found = error(request(url, f"{MESSAGES}/batches", {}))
+    assert found["type"] == "not_found_error" and found["message"].startswith('there is no path "/v1/messages/batches"')
     assert "param" in request(url, "/v1/messagesx", {}).error, "another path"
 
 

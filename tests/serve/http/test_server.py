@@ -327,6 +327,7 @@ def test_fields_that_change_nothing_here_pass_without_a_word(url: str) -> None:
         "service_tier": "auto",
         "store": False,
         "verbosity": "low",
+        "prediction": {"type": "content", "content": "an answer that is probably this"},
         "prompt_cache_key": "a",
         "safety_identifier": "b",
         "metadata": {"a": "b"},
@@ -351,8 +352,18 @@ def test_a_slash_at_the_end_of_a_path_changes_nothing(url: str) -> None:
 
 
 def test_paths_and_methods_that_are_none(url: str) -> None:
-    assert request(url, "/v1/nothing").status == 404 and request(url, "/v1/nothing").error["message"] == "Not Found"
-    assert request(url, COMPLETIONS).status == 405 and request(url, COMPLETIONS).error
+    for path, hint in (
+        ("/v1/files", "/openapi.json lists those that there are"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/messages", "did you mean /v1/messages?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+    ):
+        reply = request(url, path, {})
+        assert reply.status == 404 and reply.error["message"] == f'there is no path "{path}" here; {hint}'
+    assert request(url, "/" + "a" * 9000).status == 404
+    reply = request(url, COMPLETIONS)
+    assert reply.status == 405 and reply.error["message"] == '"/v1/completions" takes POST, found GET'
+    assert reply.headers["allow"] == "POST"
     assert request(url, "/v1/models/none").status == 404
     assert request(url, "/v1/nothing/").status == 404
     for given, found in (("text/plain", 'content-type is "text/plain"'), ("", "the header content-type is missing")):
