@@ -236,7 +236,8 @@ def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
     said = {name: value for name, value in values.items() if value is not None}
     if isinstance(said.get("stop"), str):  # protobuf would take a string for a list of its characters
         said["stop"] = [said["stop"]]
-    if isinstance(form := said.get("structured_outputs"), StructuredOutputs):
+    given = said.get("structured_outputs")
+    if not isinstance(given, pb.StructuredOutputs) and (form := StructuredOutputs.of(given)) is not None:
         names = [field.name for field in pb.StructuredOutputs.DESCRIPTOR.fields]
         said["structured_outputs"] = {name: value for name in names if (value := getattr(form, name)) is not None}
     try:
