@@ -49,7 +49,7 @@ class EngineStats:
     cached_tokens: int = 0  # the part of `admitted_tokens` that was in the prefix cache
     prompt_tokens: int = 0
     scheduled_tokens: int = 0
-    output_tokens: int = 0
+    output_tokens: int = 0  # that were made, also those in no answer: behind a stop string, or before an abort
     step_seqs: int = 0  # summed over all steps
     # numbers of steps, by STEP_TOKENS
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))

@@ -207,7 +207,8 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "inferc_output_tokens_total",
         "counter",
-        "Tokens generated since the engine started.",
+        "Tokens generated since the engine started, those in no answer included: behind a stop string, or of a request"
+        " that was aborted.",
         _one(lambda known: known.stats.output_tokens),
         vllm="generation_tokens_total",
     ),

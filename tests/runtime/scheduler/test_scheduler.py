@@ -435,6 +435,20 @@ def test_scoring_shares_the_engine_with_generation() -> None:
     assert not engine.has_work
 
 
+def test_stats_count_tokens_that_nobody_wants_any_more() -> None:
+    """A stop string is found outside of the engine, which has made more tokens by then: they are its work as well."""
+    engine = make_engine()
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=20))
+    ids: list[int] = []
+    while len(ids) < 6:
+        ids += [token for output in engine.step() for token in output.token_ids]
+    engine.abort("a", 0)  # as for a stop string that ended with the second token
+    while engine.has_work:
+        assert not engine.step(), "of an aborted sequence nothing more is handed out"
+    assert engine.stats().output_tokens == len(ids) == 6
+    assert engine.stats().finished == {"abort": 1}
+
+
 def test_stats_count_what_happened() -> None:
     engine = make_engine(eos=(7,))
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))

@@ -130,6 +130,24 @@ def test_requests_are_counted_as_they_went(own: Server) -> None:
     assert 0 <= found["inferc_event_loop_lag_seconds"] < 10
 
 
+def test_tokens_behind_a_stop_string_are_made_and_in_no_answer(own: Server) -> None:
+    def counted() -> tuple[float, float]:
+        wait_until(lambda: page(own.url)["inferc_sequences_running"] == 0, "the engine has nothing to do")
+        found = page(own.url)
+        return found["inferc_request_output_tokens_sum"], found["inferc_output_tokens_total"]
+
+    with Client(own.address) as client:
+        answers, made = counted()
+        (whole,) = client.complete("def add(", max_tokens=40, **GREEDY)
+        assert counted() == (answers + 40, made + 40)
+        stop = whole.text[8:10]
+        (cut,) = client.complete("def add(", max_tokens=40, stop=stop, **GREEDY)
+    assert cut.finish_reason == "stop" and whole.text.startswith(cut.text) and len(cut.token_ids) < 40
+    told, done = counted()
+    assert told == answers + 40 + len(cut.token_ids)
+    assert len(cut.token_ids) <= done - made - 40 <= 40, "how many it made beyond depends on when it heard of the end"
+
+
 @pytest.mark.slow
 def test_time_to_first_token_is_from_the_arrival_of_a_request(own: Server) -> None:
     """The arrival is that of the head over HTTP and of the call over gRPC: what comes before the engine counts."""
