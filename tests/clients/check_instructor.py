@@ -9,6 +9,7 @@ import anthropic
 import instructor
 import openai
 from instructor.core.exceptions import IncompleteOutputException
+from pieces import in_pieces
 from pydantic import BaseModel
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -42,7 +43,7 @@ def main(url: str, model: str) -> dict[str, Any]:
     asked: Any = {"model": model, "messages": MESSAGES, "temperature": 1, "max_tokens": 120, "max_retries": 0}
     one: Any = {**asked, "response_model": Weather, "parallel_tool_calls": False, "seed": 5}
     again: Any = {"model": model, "response_model": Weather, "max_retries": 0}
-    partials = list(tools.create_partial(**one))
+    partials = in_pieces(lambda: list(tools.create_partial(**one)), len, 2)
     return {
         "whole": tools.create(**one).model_dump(),
         "partial": partials[-1].model_dump(),

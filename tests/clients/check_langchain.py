@@ -9,6 +9,7 @@ from typing import Any
 import openai
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
+from pieces import in_pieces
 
 SCHEMA: dict[str, Any] = {
     "title": "Verdict",
@@ -46,7 +47,7 @@ def main(url: str, model: str) -> dict[str, Any]:
     chat = ChatOpenAI(**options, max_tokens=12, extra_body={"ignore_eos": True})
     conversation = [SystemMessage("Answer briefly."), HumanMessage("Hi"), AIMessage("Hello."), HumanMessage("Why?")]
     whole = chat.invoke(conversation)
-    pieces = list(chat.stream(conversation))
+    pieces = in_pieces(lambda: list(chat.stream(conversation)), len)
     plain = OpenAI(**options, max_tokens=8)
 
     async def batch() -> tuple[list[str], str]:

@@ -11,6 +11,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it asks for a list of pri
 
 import litellm
 import openai
+from pieces import in_pieces
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hi."}]
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -33,7 +34,10 @@ def main(url: str, model: str) -> dict[str, Any]:
     options: Any = {"model": f"openai/{model}", "temperature": 0, "max_tokens": 12, "ignore_eos": True, **place}
     whole = litellm.completion(messages=MESSAGES, **options)
     usage = {"include_usage": True}
-    chunks = list(litellm.completion(messages=MESSAGES, stream=True, stream_options=usage, **options))
+    chunks = in_pieces(
+        lambda: list(litellm.completion(messages=MESSAGES, stream=True, stream_options=usage, **options)),
+        lambda found: sum(bool(chunk.choices) for chunk in found),
+    )
     many = litellm.completion(messages=MESSAGES, n=2, seed=3, logprobs=True, top_logprobs=2, stop=["zq"], **options)
 
     async def together() -> list[str]:

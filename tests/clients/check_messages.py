@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import anthropic
+from pieces import in_pieces
 from pydantic import BaseModel
 
 MESSAGES: Any = [{"role": "user", "content": "Write a function that adds two numbers."}]
@@ -77,9 +78,12 @@ def tooled(client: anthropic.Anthropic, model: str) -> dict[str, Any]:
     choice: Any = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
     options: Any = {"model": model, "max_tokens": 120, "messages": HI, "tools": [TOOL], "extra_body": SAMPLED}
     whole = client.messages.create(**options, tool_choice=choice)
-    with client.messages.stream(**options, tool_choice=choice) as stream:
-        kinds = [event.type for event in stream]
-        final = stream.get_final_message()
+
+    def streamed() -> tuple[list[str], Any]:
+        with client.messages.stream(**options, tool_choice=choice) as stream:
+            return [event.type for event in stream], stream.get_final_message()
+
+    kinds, final = in_pieces(streamed, lambda found: found[0].count("input_json"), 2)
     (call,) = whole.content
     result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
     then: Any = [*HI, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]

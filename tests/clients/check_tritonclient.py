@@ -4,10 +4,12 @@ import json
 import queue
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
+from pieces import in_pieces
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
@@ -84,8 +86,10 @@ def main(address: str, model: str) -> dict[str, Any]:
     seen["by_ids"] = client.infer(model, [ids, sampling], outputs=outputs[1:2]).as_numpy("output_ids").tolist()
     streams = tensor("stream", [True], "BOOL")
     long = tensor("sampling_parameters", [LONG], "BYTES")
-    seen["stream"] = stream(client, model, text("def add(", long, streams))
-    seen["stream_with_end"] = stream(client, model, text("def add(", long, streams), enable_empty_final_response=True)
+    ends: dict[str, dict[str, Any]] = {"stream": {}, "stream_with_end": {"enable_empty_final_response": True}}
+    for name, options in ends.items():
+        ask = partial(stream, client, model, text("def add(", long, streams), **options)
+        seen[name] = in_pieces(ask, lambda found: len(found[0]), 2)
     seen["stream_whole"] = stream(client, model, text("def add(", sampling))
     seen["stream_error"] = stream(client, model, text("def add(", tensor("sampling_parameters", [b"{"], "BYTES")))
     seen["statistics"] = client.get_inference_statistics(model, as_json=True)

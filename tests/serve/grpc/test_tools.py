@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 from http_calls import request
+from pieces import in_pieces
 from serving import Server
 from tool_models import TOOLS, check_arguments
 
-from inferc.client import AsyncClient, Client
+from inferc.client import AsyncClient, Client, Delta
 from inferc.errors import RequestError
 from inferc.serve.grpc.chats import conversation_of
 from inferc.serve.protos.inferc.v1 import inference_pb2 as pb
@@ -47,8 +48,12 @@ def test_answers_are_those_of_a_chat_over_http(tooled: Server, client: Client, c
 
 def test_calls_come_in_parts(client: Client) -> None:
     options: dict[str, Any] = {"tools": TOOLS, "tool_choice": ONE, "parallel_tool_calls": False}
-    deltas = list(client.generate(HI, **options, **SAMPLED))
-    first, *rest = [part for delta in deltas for part in delta.tool_calls]
+
+    def parts(deltas: Iterable[Delta]) -> list[pb.ToolCallPart]:
+        return [part for delta in deltas for part in delta.tool_calls]
+
+    deltas = in_pieces(lambda: list(client.generate(HI, **options, **SAMPLED)), lambda found: len(parts(found)))
+    first, *rest = parts(deltas)
     assert first.name == "get_weather" and first.id and not any(part.name or part.id for part in rest)
     check_arguments(first.name, json.loads(first.arguments + "".join(part.arguments for part in rest)))
     assert len(rest) > 1 and deltas[-1].finish_reason == "tool_calls" and not any(delta.text for delta in deltas)
