@@ -12,6 +12,7 @@ REASONING = ("reasoning_content", "reasoning")
 OF_MESSAGES = {
     "assistant": ("tool_calls", *REASONING, "name"),
     "tool": ("tool_call_id", "name"),
+    **dict.fromkeys(("user", "system", "developer"), ("name",)),
 }
 # What OpenAI's clients add to an answer when they read it for their caller, who sends it back with the next request.
 ADDED, ADDED_TO_A_CALL = ("parsed",), ("parsed_arguments",)
@@ -29,7 +30,7 @@ def messages_of(body: Mapping[str, Any], has_calls: bool = False) -> list[dict[s
 
 
 def _message(index: int, message: Any, has_calls: bool) -> dict[str, Any]:
-    """Check a message of text or text parts. Other contents (audio, a name) are refused unless empty.
+    """Check a message of text or text parts. Other contents (audio, images) are refused unless empty.
 
     Calls of tools, and what belongs to them, are handed on as they are: their form depends on the chat template.
     """
@@ -45,6 +46,8 @@ def _message(index: int, message: Any, has_calls: bool) -> dict[str, Any]:
     for name in REASONING:
         if not isinstance(more.get(name, ""), str):
             raise RequestError(f"{where}.{name}: expected a text, found {shown(more[name])}")
+    if not isinstance(more.get("name", ""), str):
+        raise RequestError(f"{where}.name: expected a text, found {shown(more['name'])}")
     content = message.get("content")
     if content is None and not {"tool_calls", *REASONING}.isdisjoint(more):
         return {"role": message["role"], "content": None, **more}

@@ -1,7 +1,11 @@
-"""The wishes of requests about reasoning, made into what a model can do; what it cannot is named in warnings."""
+"""The wishes of requests about reasoning, made into what a model can do; what it cannot is named in warnings.
+
+So are the names of who speaks, which few chat templates write.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,6 +15,8 @@ from inferc.runtime.text.tokenizer import Text
 
 EFFORT_IGNORED = "reasoning_effort is not read by the model's chat template and was ignored"
 THINKING_IGNORED = "thinking was ignored, as the model's chat template tells of no reasoning"
+NAME_IGNORED = "name of messages is not read by the model's chat template and was ignored"
+READS_NAME = re.compile(r"""\b(?:messages\[[^]]*\]|message|msg|m)\s*(?:\.\s*name\b|\[\s*['"]name|\.get\(\s*['"]name)""")
 STAYS_ON = (
     "thinking.type is disabled, and the model's chat template has no variable that turns reasoning off; it was left out"
     " of the answer"
@@ -19,7 +25,16 @@ STAYS_ON = (
 
 def as_the_model_can(request: OpenAIRequest, text: Text) -> OpenAIRequest:
     """Return a request whose wishes about reasoning are what the model can do, and the others among its warnings."""
-    return _with_effort(_with_thinking(request, text), text)
+    return _with_names(_with_effort(_with_thinking(request, text), text), text)
+
+
+def _with_names(request: OpenAIRequest, text: Text) -> OpenAIRequest:
+    """Return a request with a warning if its messages say who speaks and the template does not write it."""
+    messages: Any = request.prompts[0] if request.kind == "chat" else ()
+    is_named = any(message.get("name") and message["role"] != "tool" for message in messages)
+    if not is_named or READS_NAME.search(text.template_source or ""):
+        return request
+    return replace(request, warnings=(*request.warnings, NAME_IGNORED))
 
 
 def _with_thinking(request: OpenAIRequest, text: Text) -> OpenAIRequest:

@@ -15,6 +15,7 @@ from serving import Server
 
 from inferc.client import Client
 from inferc.errors import RequestError
+from inferc.runtime.openai.reasoning_wishes import NAME_IGNORED, READS_NAME
 from inferc.serve.http import address as http_address
 from inferc.serve.http import slow_clients as http_protocol
 from inferc.serve.http.server import HttpServer, make_app
@@ -336,6 +337,31 @@ def test_fields_that_change_nothing_here_pass_without_a_word(url: str) -> None:
     reply = request(url, CHAT, body)
     assert reply.status == 200 and "warnings" not in reply.json, reply.body
     assert reply.json["choices"] == request(url, CHAT, {"messages": MESSAGES, **GREEDY}).json["choices"]
+
+
+def test_the_name_of_who_speaks_is_told_to_be_left_out(url: str) -> None:
+    """Clients for several agents send it with every message, and few templates write it."""
+    named = [{**MESSAGES[0], "name": "alice"}, *MESSAGES[1:]]
+    reply = request(url, CHAT, {"messages": named, **GREEDY})
+    assert reply.json["warnings"] == [NAME_IGNORED]
+    assert reply.json["choices"] == request(url, CHAT, {"messages": MESSAGES, **GREEDY}).json["choices"]
+    error = request(url, CHAT, {"messages": [{**MESSAGES[0], "name": 5}]}).error
+    assert error["message"] == "messages[0].name: expected a text, found 5"
+
+
+@pytest.mark.parametrize(
+    ("template", "is_read"),
+    [
+        ("{{ message.name }}", True),
+        ("{{ message['name'] }}: {{ message['content'] }}", True),
+        ('{% if messages[0]["name"] %}', True),
+        ("{{ m.get('name') }}", True),
+        ("{{ tool.function.name }} {{ message.tool_calls[0].function.name }}", False),
+        ("{{ message.names }} {{ tool_call['name'] }}", False),
+    ],
+)
+def test_a_template_that_writes_names_is_told_from_one_that_does_not(template: str, is_read: bool) -> None:
+    assert bool(READS_NAME.search(template)) == is_read
 
 
 def test_what_is_wrong_before_the_first_token_is_no_stream(url: str) -> None:
