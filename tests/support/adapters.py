@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+EMBEDDINGS = ("embed_tokens", "embed_in")
+CONV1D = ("c_attn", "c_proj", "c_fc")  # modules of GPT-2 whose stored matrices are [inputs, outputs]
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -19,7 +21,7 @@ def modules_of(model: Path, targets: Sequence[str]) -> dict[str, tuple[int, int]
     """Return the modules of a checkpoint whose names end in one of `targets`, with their (outputs, inputs)."""
     tensors = load_file(model / "model.safetensors")
     found = {
-        name.removesuffix(".weight"): _shape(value)
+        name.removesuffix(".weight"): _shape(value.T if name.split(".")[-2] in CONV1D else value)
         for name, value in tensors.items()
         if name.endswith(".weight") and name.removesuffix(".weight").rpartition(".")[2] in targets
     }
@@ -58,7 +60,7 @@ def write_adapter(
         if layers is not None and not any(f".{layer}." in module for layer in layers):
             continue
         own = (ranks or {}).get(module.rpartition(".")[2], rank)
-        is_embedding = module.endswith("embed_tokens")
+        is_embedding = module.endswith(EMBEDDINGS)
         taken, given = (outputs, inputs) if is_embedding else (inputs, outputs)
         a = torch.randn(own, taken, generator=generator) * (1.0 if is_embedding else taken**-0.5)
         b = torch.randn(given, own, generator=generator) * (size * (0.05 if is_embedding else 1.0) * own**-0.5)
@@ -89,7 +91,8 @@ def merge(model: Path, adapter: Path, out: Path) -> Path:
                 weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
                 facts = json.loads((out / "config.json").read_text())
                 (out / "config.json").write_text(json.dumps({**facts, "tie_word_embeddings": False}))
-            weights[f"{module}.weight"] = weights[f"{module}.weight"] + (delta.T if "embedding" in mark else delta)
+            is_turned = "embedding" in mark or module.rpartition(".")[2] in CONV1D
+            weights[f"{module}.weight"] = weights[f"{module}.weight"] + (delta.T if is_turned else delta)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return out
 
