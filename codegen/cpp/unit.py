@@ -32,6 +32,8 @@ HEADERS = (
     "moe.h",
     "quantize.h",
     "int4.h",
+    "odds.h",
+    "narrow.h",
     "sample.h",
     "step.h",
     "collectives.h",

@@ -30,6 +30,7 @@ FOLLOWED = {
     "top_k": "whole number",
     "top_p": "number",
     "min_p": "number",
+    "typical_p": "number",
     "repetition_penalty": "number",
     "max_new_tokens": "whole number",
     "min_new_tokens": "whole number",
@@ -75,7 +76,6 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "sequence_bias": ([], {}),
     "token_healing": (False,),
     "top_h": (),
-    "typical_p": (1,),
     "watermarking_config": ({},),
 }
 # Fields that only say how transformers computes or returns an answer, that only matter beside a field above, or that

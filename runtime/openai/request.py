@@ -19,11 +19,8 @@ from inferc.runtime.openai.messages import messages_of
 from inferc.runtime.openai.reasoning import LIMITS, Shown, Thinking, limit_of, shown_of
 from inferc.runtime.openai.response_format import form_of
 from inferc.runtime.openai.unknown_fields import warnings_of
-from inferc.runtime.step.sampling_params import (
-    SamplingParams,
-    from_chat,
-    from_request,
-)
+from inferc.runtime.step.not_built import MIROSTAT
+from inferc.runtime.step.sampling_params import SamplingParams, from_chat, from_request
 from inferc.runtime.tools.tools import Tools, check_one_form, tools_of
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -68,6 +65,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),  # a template that knows it reads it; it changes nothing elsewhere
     "num_beams": (None, 1),
     "length_penalty": (None, 1),
+    "mirostat": (None, 0),
     "detokenize": (None, True),
     "spaces_between_special_tokens": (None, True),
     "prompt_logprobs": (None,),
@@ -233,7 +231,8 @@ def model_of(body: Mapping[str, Any]) -> str:
 
 def not_built(name: str, value: Any) -> RequestError:
     """Return the error for a field that would change the answer and is not supported."""
-    return RequestError(f"{name} is {shown(value)}, which is not built yet; leave it out")
+    hint = MIROSTAT if name == "mirostat" else "leave it out"
+    return RequestError(f"{name} is {shown(value)}, which is not built yet; {hint}")
 
 
 def _completion(

@@ -23,6 +23,8 @@ IGNORED = frozenset(
         "max_completion_tokens",
         "max_tool_calls",
         "metadata",
+        "mirostat_eta",
+        "mirostat_tau",
         "model_item",
         "moderation",
         "parallel_tool_calls",

@@ -136,6 +136,7 @@ class Batch:
         self.first_at: F64 = np.full(num_slots, np.inf)
         self.stop_ids: I32 = np.full((FEW_STOP_IDS, num_slots), -1, np.int32)  # of sequences with at most FEW_STOP_IDS
         self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
+        self.typical_p, self.xtc_probability, self.xtc_threshold = floats(), floats(), floats()
         self.repetition, self.presence, self.frequency = floats(), floats(), floats()
         self.top_k: I32 = np.zeros(num_slots, np.int32)
         self.num_logprobs: I32 = np.zeros(num_slots, np.int32)
@@ -260,6 +261,8 @@ class Batch:
         params = seq.params
         self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k
         self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
+        self.typical_p[slot], self.xtc_probability[slot] = params.typical_p, params.xtc_probability
+        self.xtc_threshold[slot] = params.xtc_threshold
         self.repetition[slot] = params.repetition_penalty
         self.presence[slot], self.frequency[slot] = params.presence_penalty, params.frequency_penalty
         self.seeds[slot] = seq.seed
@@ -484,6 +487,9 @@ class Batch:
             top_k=self.top_k[slots],
             top_p=self.top_p[slots],
             min_p=self.min_p[slots],
+            typical_p=self.typical_p[slots],
+            xtc_probability=self.xtc_probability[slots],
+            xtc_threshold=self.xtc_threshold[slots],
             repetition_penalty=self.repetition[slots],
             presence_penalty=self.presence[slots],
             frequency_penalty=self.frequency[slots],

@@ -51,7 +51,7 @@ def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 # The names of our parameters in a generation config.
 THEIR_NAMES = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")},
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "stop": "stop_strings",
@@ -59,7 +59,7 @@ THEIR_NAMES = {
     "bad_words_ids": "bad_words_ids",
     "no_repeat_ngram_size": "no_repeat_ngram_size",
 }
-OF_CHOOSING = ("temperature", "top_p", "top_k", "min_p")
+OF_CHOOSING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
 def _theirs(config: Mapping[str, Any]) -> dict[str, Any]:

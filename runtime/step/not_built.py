@@ -10,6 +10,9 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1, 1.0),
     "early_stopping": (None, False),
     "logits_processors": (None, []),
+    "mirostat": (None, 0),
+    "mirostat_tau": (None, 5, 5.0),
+    "mirostat_eta": (None, 0.1),
     "guided_decoding": (None,),
     "truncate_prompt_tokens": (None,),
     "detokenize": (None, True),
@@ -24,9 +27,11 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "skip_reading_prefix_cache": (None, False),
 }
 # What to do instead of some of them.
+MIROSTAT = "leave it out: min_p, typical_p and xtc_probability are there"
 SEARCH = "leave it out: LLM.beam_search(prompts, BeamSearchParams(beam_width=4)) searches"
 INSTEAD = {
     **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), SEARCH),
+    **dict.fromkeys(("mirostat", "mirostat_tau", "mirostat_eta"), MIROSTAT),
     "guided_decoding": "leave it out: structured_outputs={...} has the same fields",
     "detokenize": "leave it out: an output has text and token_ids",
     "extra_args": "leave it out: SamplingParams has all parameters by their names",

@@ -77,6 +77,7 @@ class TokenLists:
 ROW_DTYPES: dict[str, type[np.generic]] = {
     **dict.fromkeys(("seq_slots", "top_k", "num_logprobs"), np.int32),
     **dict.fromkeys(("temperature", "top_p", "min_p"), np.float32),
+    **dict.fromkeys(("typical_p", "xtc_probability", "xtc_threshold"), np.float32),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32),
     **dict.fromkeys(("seeds", "counters"), np.uint64),
 }
@@ -97,6 +98,9 @@ class SampleRows:
     top_k: I32  # 0: off
     top_p: F32  # 1: off
     min_p: F32  # 0: off
+    typical_p: F32  # 1: off
+    xtc_probability: F32  # 0: off
+    xtc_threshold: F32
     repetition_penalty: F32  # 1: off; over prompt and output
     presence_penalty: F32  # 0: off; over output
     frequency_penalty: F32  # 0: off; over output
@@ -130,6 +134,9 @@ class SampleRows:
             top_k=np.zeros(n, np.int32),
             top_p=floats(1),
             min_p=floats(0),
+            typical_p=floats(1),
+            xtc_probability=floats(0),
+            xtc_threshold=floats(0),
             repetition_penalty=floats(1),
             presence_penalty=floats(0),
             frequency_penalty=floats(0),

@@ -44,7 +44,9 @@ class SamplingParams:
 
     Of `best_of` sequences the `n` with the highest log probability are returned, the best first; no stream has them.
 
-    `top_k` 0, `top_p` 1.0, `min_p` 0.0 and `repetition_penalty` 1.0 are "off". `max_tokens` None means as many as the
+    `top_k` 0, `top_p` and `typical_p` 1.0, `min_p` and `xtc_probability` 0.0, and `repetition_penalty` 1.0 are "off".
+    With `xtc_probability` a token is drawn without those that have `xtc_threshold` of the probability, except the least
+    likely of them. `max_tokens` None means as many as the
     model's length allows. `seed` None draws one at random. `logprobs` k returns, for every new token, its own log
     probability and the k most likely tokens'; `prompt_logprobs` k returns those of the prompt's tokens
     (the engine leaves them to `inferc.LLM` and to the server, which score the prompt). `stop` strings end a sequence
@@ -79,6 +81,9 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -166,6 +171,9 @@ class SamplingParams:
         check_number("top_p", self.top_p, 0.0, 1.0, "use 1 to turn it off", low_open=True)
         check_integer("top_k", self.top_k, 0, 2**31 - 1, "use 0 to turn it off")
         check_number("min_p", self.min_p, 0.0, 1.0, "use 0 to turn it off")
+        check_number("typical_p", self.typical_p, 0.0, 1.0, "use 1 to turn it off", low_open=True)
+        check_number("xtc_probability", self.xtc_probability, 0.0, 1.0, "use 0 to turn it off")
+        check_number("xtc_threshold", self.xtc_threshold, 0.0, 1.0, "above 0.5 it excludes nothing")
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "use 0 to turn it off")
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "use 0 to turn it off")
         check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "use 1 to turn it off")

@@ -169,6 +169,7 @@ SHOWN_DEFAULTS = (
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",

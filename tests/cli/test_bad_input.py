@@ -51,6 +51,29 @@ def artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_artifact, tmp_path / "artifact"))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--xtc-threshold", "0.2"], "--xtc-threshold 0.2: nothing is excluded without --xtc-probability"),
+        (["--dry-base", "2"], "--dry-base say how DRY works, which is off; give --dry-multiplier 0.8, or leave it out"),
+        (
+            ["--dry-allowed-length", "3", "--dry-sequence-breaker", "x", "--dry-multiplier", "0"],
+            "--dry-allowed-length and --dry-sequence-breaker say how DRY works, which is off",
+        ),
+        (
+            ["--dry-multiplier", "1", "--dry-sequence-breaker", "none", "--dry-sequence-breaker", "x"],
+            "--dry-sequence-breaker none leaves no text, and others are given; leave one of them out",
+        ),
+        (["--typical-p", "0"], "typical_p is 0.0; expected a value in (0.0, 1.0] (use 1 to turn it off)"),
+        (["--typical", "0.9"], "locally typical sampling is --typical-p P"),
+        (["--mirostat", "2"], "mirostat is not built: --min-p P, --typical-p P and --xtc-probability P are there"),
+    ],
+)
+def test_options_of_sampling_that_do_nothing(tiny_artifact: Path, options: list[str], message: str) -> None:
+    assert message in one_line(refused("generate", tiny_artifact, "--prompt", "a", *options))
+    assert message in one_line(refused("chat", tiny_artifact, *options))
+
+
 def refused_compile(model: Path, *options: str) -> str:
     out = model.parent / "out"
     message = one_line(refused("compile", model, "-o", out, "--certify", "none", *options))

@@ -167,7 +167,8 @@ def _parameters(step: SampledStep, slots: int, device: str) -> tuple[dict[str, T
     names = {"seq_slots": "slots", "repetition_penalty": "repetition"}
     names |= {"presence_penalty": "presence", "frequency_penalty": "frequency"}
     tensors = {}
-    for name in ("temperature", "top_k", "top_p", "min_p", "num_logprobs", "seeds", "counters", *names):
+    narrowing = ("typical_p", "xtc_probability", "xtc_threshold")
+    for name in ("temperature", "top_k", "top_p", "min_p", *narrowing, "num_logprobs", "seeds", "counters", *names):
         array = getattr(rows, name)
         array = array.view(np.int64) if array.dtype == np.uint64 else array
         tensors[f"{names.get(name, name)}_ptr"] = torch.tensor(array, device=device)

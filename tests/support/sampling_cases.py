@@ -124,6 +124,32 @@ def filters() -> SampledStep:
     return SampledStep("filters", some_logits(20, 60, 4, 2.0), rows, SMALL)
 
 
+def narrowed(vocab: int, sizes: Sizes, seed: int) -> SampledStep:
+    """Typical-p and XTC, alone, together and behind other filters; also of many equal logits."""
+    options: list[dict[str, float]] = [
+        {"typical_p": 0.2},
+        {"typical_p": 0.9},
+        {"typical_p": 1e-6},
+        {"typical_p": 0.5, "temperature": 4.0, "top_k": vocab // 2},
+        {"typical_p": 0.6, "top_p": 0.8, "min_p": 0.02},
+        {"xtc_threshold": 0.01},
+        {"xtc_threshold": 0.0},
+        {"xtc_threshold": 0.9},
+        {"xtc_threshold": 0.05, "top_p": 0.9},
+        {"xtc_threshold": 0.002, "top_k": 9, "temperature": 2.0},
+        {"xtc_threshold": 0.01, "typical_p": 0.7, "min_p": 0.001},
+    ]
+    logits = some_logits(2 * len(options), vocab, seed)
+    logits[len(options) :] = np.round(logits[len(options) :])
+    names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_threshold", "xtc_probability")
+    off = dict(zip(names, (1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0), strict=True))
+    half = {"xtc_probability": 0.5}
+    filled = [{**off, **(half if "xtc_threshold" in each else {}), **each} for each in options * 2]
+    fields: dict[str, Any] = {name: [each[name] for each in filled] for name in names}
+    rows = some_rows(np.arange(len(filled), dtype=np.int32), seed, num_logprobs=[0, 2] * len(options), **fields)
+    return SampledStep(f"narrowed {vocab}", logits, rows, sizes)
+
+
 def failing() -> SampledStep:
     """Rows without a finite largest number, between rows that have one, of which some hold NaN."""
     vocab = 100
@@ -185,6 +211,9 @@ def drafted(count: int, vocab: int, seed: int, right: float) -> SampledStep:
         "presence_penalty": either([0.0, 1.0]),
         "frequency_penalty": either([0.0, 0.5]),
         "num_logprobs": random.choice([0, 0, 0, 3], rows),
+        "typical_p": either([1.0, 1.0, 0.8]),
+        "xtc_probability": either([0.0, 0.5]),
+        "xtc_threshold": 0.02,
     }
     name, logits = f"drafted {vocab} {right}", some_logits(rows, vocab, seed, 1.5)
     step = SampledStep(name, logits, some_rows(slots, seed, lists, **fields), SMALL, chunk=7)
@@ -221,6 +250,8 @@ def sampled_steps() -> Iterator[SampledStep]:
     yield ties(5, SMALL)
     yield ties(200, SMALL)
     yield filters()
+    yield narrowed(5, SMALL, 6)
+    yield narrowed(300, SMALL, 7)
     yield failing()
     yield neighbours()
     yield drafted(9, 40, 11, 1.0)

@@ -52,6 +52,7 @@ HOW: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 1.5, "seed": 7},
     "penalized": {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.4, "top_k": 20},
     "ruled": {"temperature": 0.7, "seed": 5, "no_repeat_ngram_size": 2, "bad_words_ids": ((8, 9), (31, 32), (40,))},
+    "narrowed": {"seed": 11, "typical_p": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.02},
     "penalized greedy": {"temperature": 0, "presence_penalty": 1.5, "logit_bias": {9: 2.0}},
 }
 # Rules may leave nothing to choose of a form, and then the request fails.

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INFERC_ABI 8
+#define INFERC_ABI 9
 #define INFERC_SAMPLE_ROWS 64  // the most logits rows that exist at a time
 #define INFERC_MAX_TOP_LOGPROBS 64
 #define INFERC_MAX_DRAFTED 63  // ids of a sequence in a step
@@ -100,6 +100,9 @@ struct SampleArgs {
   const int32_t* top_k;
   const float* top_p;
   const float* min_p;
+  const float* typical_p;
+  const float* xtc_probability;
+  const float* xtc_threshold;
   const float* repetition_penalty;
   const float* presence_penalty;
   const float* frequency_penalty;

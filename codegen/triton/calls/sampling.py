@@ -20,6 +20,7 @@ from inferc.manifest_types import Scratch, Where
 
 INPUTS = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "counters", "num_logprobs", "lists")},
+    **{name: name for name in ("typical_p", "xtc_probability", "xtc_threshold")},
     **{name: name for name in ("bias_starts", "banned_starts", "allowed_starts", "mask_rows", "target_ids")},
     **{name: name for name in ("late_rows", "late_slots", "num_late")},
     "inputs": "token_ids",

@@ -13,7 +13,7 @@ from inferc.errors import ArtifactError, ConfigError
 from inferc.runtime.artifact.libraries import Library, open_library
 from inferc.system.cpu_features import TILES, cpu_features
 
-ABI = 8
+ABI = 9
 
 # The CPU features that each library's code was compiled to use, by their names in /proc/cpuinfo; best library first.
 _AVX2 = frozenset(("avx2", "fma", "f16c"))
@@ -113,6 +113,9 @@ SAMPLE_ROW_FIELDS = (
     "top_k",
     "top_p",
     "min_p",
+    "typical_p",
+    "xtc_probability",
+    "xtc_threshold",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",

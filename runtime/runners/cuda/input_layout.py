@@ -23,6 +23,7 @@ NUM_COUNTS = 5  # the numbers of tokens, logits rows and sequences; the index of
 ROW_FIELDS = {
     "seq_slots": "sampled_slots",
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty")},
+    **{name: name for name in ("typical_p", "xtc_probability", "xtc_threshold")},
     **{name: name for name in ("frequency_penalty", "seeds", "counters", "num_logprobs")},
 }
 """The fields of `SampleRows` that hold one number per row, and their names in the layout."""

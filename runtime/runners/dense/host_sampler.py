@@ -114,6 +114,11 @@ def sample_row(
         return best, not np.isfinite(x[best])
     p = np.exp((x - x.max()) / np.float32(temperature)).astype(np.float64)
     kept = _kept(x, p, int(rows.top_k[row]), float(rows.top_p[row]), float(rows.min_p[row]))
+    if rows.typical_p[row] < 1.0:
+        kept = _typical(x, kept, temperature, float(rows.typical_p[row]))
+    chance = float(rows.xtc_probability[row])
+    if chance and uniform(int(rows.seeds[row]), int(rows.counters[row]), XTC_STREAM) < chance:
+        kept = _without_top(p, kept, float(rows.xtc_threshold[row]))
     seen = np.cumsum(np.where(kept, p, 0.0))
     goal = uniform(int(rows.seeds[row]), int(rows.counters[row])) * seen[-1]
     return min(int(np.searchsorted(seen, goal, side="right")), int(np.flatnonzero(kept)[-1])), False
@@ -154,11 +159,37 @@ def _kept(x: F32, p: F64, top_k: int, top_p: float, min_p: float) -> NDArray[np.
     return kept & (p >= min_p)
 
 
-def uniform(seed: int, counter: int) -> float:
-    """Return a number uniform in [0, 1) from Philox 4x32-10 at (seed, counter). Source: Salmon et al. 2011."""
+def _typical(x: F32, kept: NDArray[np.bool_], temperature: float, share: float) -> NDArray[np.bool_]:
+    """Return which of the kept tokens typical-p keeps: those with log probabilities closest to their mean."""
+    ids = np.flatnonzero(kept)
+    y = ((x[ids] - x.max()) / np.float32(temperature)).astype(np.float64)
+    p = np.exp(y)
+    away = np.abs(y - (p * y).sum() / p.sum())
+    order = np.argsort(away, kind="stable")
+    last = min(int((np.cumsum(p[order]) < share * p.sum()).sum()), len(ids) - 1)
+    found = np.zeros(len(kept), np.bool_)
+    found[ids[away <= away[order[last]]]] = True
+    return found
+
+
+def _without_top(p: F64, kept: NDArray[np.bool_], share: float) -> NDArray[np.bool_]:
+    """Return the kept tokens that XTC leaves: of those with a share of the mass, only the least likely, last one."""
+    top = np.flatnonzero(kept & (p >= share * p[kept].sum()))
+    found = kept.copy()
+    if len(top):
+        found[top] = False
+        found[top[np.flatnonzero(p[top] == p[top].min())[-1]]] = True
+    return found
+
+
+XTC_STREAM = 1  # of a row's random numbers: 0 has those of the draw
+
+
+def uniform(seed: int, counter: int, stream: int = 0) -> float:
+    """Return a number uniform in [0, 1) from Philox 4x32-10 at (seed, counter, stream). Source: Salmon et al. 2011."""
     low = 0xFFFFFFFF
     keys = [seed & low, seed >> 32 & low]
-    words = [counter & low, counter >> 32 & low, 0, 0]
+    words = [counter & low, counter >> 32 & low, stream, 0]
     for _ in range(10):
         a, b = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
         words = [b >> 32 ^ words[1] ^ keys[0], b & low, a >> 32 ^ words[3] ^ keys[1], a & low]

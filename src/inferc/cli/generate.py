@@ -75,6 +75,61 @@ MinP = Annotated[
         help="Sample only from tokens that are at least P times as likely as the likeliest; 0 is off.",
     ),
 ]
+TypicalP = Annotated[
+    float | None,
+    typer.Option(
+        "--typical-p",
+        metavar="P",
+        help="Sample from the tokens closest to the expected surprise, with total probability P; 1 is off.",
+    ),
+]
+XtcProbability = Annotated[
+    float | None,
+    typer.Option(
+        "--xtc-probability",
+        metavar="P",
+        help="Exclude top choices (XTC) with this probability, token by token; 0 is off.",
+    ),
+]
+XtcThreshold = Annotated[
+    float | None,
+    typer.Option(
+        "--xtc-threshold",
+        metavar="P",
+        help="Probability from which tokens are excluded, all but the least likely of them; 0.1 by default.",
+    ),
+]
+DryMultiplier = Annotated[
+    float | None,
+    typer.Option(
+        "--dry-multiplier",
+        metavar="X",
+        help="Make tokens that go on with a repetition less likely (DRY); 0.8 is usual, 0 is off.",
+    ),
+]
+DryBase = Annotated[
+    float | None,
+    typer.Option("--dry-base", metavar="X", help="How fast that grows with the repetition's length; 1.75 by default."),
+]
+DryAllowedLength = Annotated[
+    int | None,
+    typer.Option("--dry-allowed-length", metavar="N", help="Tokens that may be repeated for free; 2 by default."),
+]
+DryPenaltyLastN = Annotated[
+    int | None,
+    typer.Option(
+        "--dry-penalty-last-n", metavar="N", help="Look for repetitions in the last N tokens; -1, the default, in all."
+    ),
+]
+DryBreakers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dry-sequence-breaker",
+        metavar="TEXT|none",
+        help="Text that no repetition reaches over; may be repeated; none: no text. By default line breaks, colons,"
+        " double quotes and asterisks.",
+    ),
+]
 RepetitionPenalty = Annotated[
     float | None,
     typer.Option(
@@ -123,6 +178,9 @@ def generate(
     top_p: TopP = None,
     top_k: TopK = None,
     min_p: MinP = None,
+    typical_p: TypicalP = None,
+    xtc_probability: XtcProbability = None,
+    xtc_threshold: XtcThreshold = None,
     repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
     stop: Annotated[
@@ -141,14 +199,11 @@ def generate(
             help="Never write N tokens in an order in which they came before, in the prompt or the answer; 0 is off.",
         ),
     ] = None,
-    dry_multiplier: Annotated[
-        float | None,
-        typer.Option(
-            "--dry-multiplier",
-            metavar="X",
-            help="Make tokens that go on with a repetition less likely (DRY); 0.8 is usual, 0 is off.",
-        ),
-    ] = None,
+    dry_multiplier: DryMultiplier = None,
+    dry_base: DryBase = None,
+    dry_allowed_length: DryAllowedLength = None,
+    dry_penalty_last_n: DryPenaltyLastN = None,
+    dry_sequence_breakers: DryBreakers = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue after the model's end-of-sequence token.")
     ] = False,
@@ -191,12 +246,13 @@ def generate(
         raise ConfigError(f"--prompt - was given {prompt.count('-')} times: standard input is one prompt; give it once")
     check_tap(tap, tap_out)
     form = form_of(schema, regex, choice, grammar)
+    dry = dry_of(dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers)
+    xtc = xtc_of(xtc_probability, xtc_threshold)
     from inferc.runtime.engine.llm import LLM
 
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    asked.update(min_p=min_p, repetition_penalty=repetition_penalty)
+    asked.update(min_p=min_p, typical_p=typical_p, repetition_penalty=repetition_penalty, **xtc, **dry)
     asked.update(bad_words=bad_words or None, no_repeat_ngram_size=no_repeat_ngram_size)
-    asked.update(dry_multiplier=dry_multiplier)
     asked.update(stop=tuple(stop) if stop else None, ignore_eos=ignore_eos, tap=bool(tap), structured_outputs=form)
     asked.update(adapter=name_of(adapter))
     texts = [decode_utf8(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in prompt]
@@ -246,6 +302,43 @@ def generate(
 def _limit(llm: LLM, given: int | None, otherwise: int) -> int:
     """Return the largest number of new tokens: the given one, the model's default, or else the command's default."""
     return given if given is not None else int(llm.defaults.get("max_tokens", otherwise))
+
+
+def xtc_of(probability: float | None, threshold: float | None) -> dict[str, Any]:
+    """Return the parameters of XTC. Raises ConfigError for a threshold that nothing reads."""
+    if threshold is not None and not probability:
+        raise ConfigError(
+            f"--xtc-threshold {threshold}: nothing is excluded without --xtc-probability; give --xtc-probability 0.5,"
+            " or leave it out"
+        )
+    return {"xtc_probability": probability, "xtc_threshold": threshold}
+
+
+def dry_of(
+    multiplier: float | None,
+    base: float | None,
+    allowed_length: int | None,
+    last_n: int | None,
+    breakers: list[str] | None,
+) -> dict[str, Any]:
+    """Return the parameters of DRY. Raises ConfigError for options that nothing reads, and for `none` beside texts."""
+    options = {
+        "--dry-base": base,
+        "--dry-allowed-length": allowed_length,
+        "--dry-penalty-last-n": last_n,
+        "--dry-sequence-breaker": breakers or None,
+    }
+    if not multiplier and (idle := [name for name, value in options.items() if value is not None]):
+        raise ConfigError(
+            f"{' and '.join(idle)} say how DRY works, which is off; give --dry-multiplier 0.8, or leave"
+            f" {'them' if len(idle) > 1 else 'it'} out"
+        )
+    if breakers and "none" in breakers and len(breakers) > 1:
+        raise ConfigError("--dry-sequence-breaker none leaves no text, and others are given; leave one of them out")
+    found: dict[str, Any] = {"dry_multiplier": multiplier, "dry_base": base, "dry_allowed_length": allowed_length}
+    if breakers:
+        found["dry_sequence_breakers"] = () if breakers == ["none"] else tuple(breakers)
+    return {**found, "dry_penalty_last_n": last_n}
 
 
 def form_of(
@@ -320,7 +413,15 @@ def chat(
     top_p: TopP = None,
     top_k: TopK = None,
     min_p: MinP = None,
+    typical_p: TypicalP = None,
+    xtc_probability: XtcProbability = None,
+    xtc_threshold: XtcThreshold = None,
     repetition_penalty: RepetitionPenalty = None,
+    dry_multiplier: DryMultiplier = None,
+    dry_base: DryBase = None,
+    dry_allowed_length: DryAllowedLength = None,
+    dry_penalty_last_n: DryPenaltyLastN = None,
+    dry_sequence_breakers: DryBreakers = None,
     seed: Seed = None,
     threads: Threads = None,
     isa: Isa = "auto",
@@ -340,10 +441,12 @@ def chat(
 
     With --json, each line of standard input is a message, and the conversation is printed at the end, however it ends.
     """
+    dry = dry_of(dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers)
+    xtc = xtc_of(xtc_probability, xtc_threshold)
     from inferc.runtime.engine.llm import LLM
 
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    asked |= {"min_p": min_p, "repetition_penalty": repetition_penalty}
+    asked.update(min_p=min_p, typical_p=typical_p, repetition_penalty=repetition_penalty, **xtc, **dry)
     start = [{"role": "system", "content": system}] if system else []
     options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic, trusted_keys=trusted_keys)
     options |= {"speculate": speculate, "speculate_tokens": speculate_tokens, "adapters": _listed(adapter)}

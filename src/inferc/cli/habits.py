@@ -68,6 +68,11 @@ OF_GENERATING = {
     **dict.fromkeys(("-j", "--json-schema", "-jf", "--json-schema-file"), "the schema is --schema FILE, or its text"),
     "--grammar-file": "the grammar is --grammar FILE",
     "--repeat-penalty": "the penalty is --repetition-penalty X",
+    "--typical": "locally typical sampling is --typical-p P",
+    **dict.fromkeys(
+        ("--mirostat", "--mirostat-lr", "--mirostat-ent"),
+        "mirostat is not built: --min-p P, --typical-p P and --xtc-probability P are there",
+    ),
     **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "to talk with a model: inferc chat OUT"),
     "-t": "the number of threads is --threads N",
     **dict.fromkeys(("-s", "--random-seed"), "the seed is --seed N"),

@@ -177,6 +177,8 @@ FOLLOWED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"top_k": 20}, {"top_k": 20}),
     ({"top_p": 0.9}, {"top_p": 0.9}),
     ({"min_p": 0.1}, {"min_p": 0.1}),
+    ({"typical_p": 0.2}, {"typical_p": 0.2}),
+    ({"do_sample": False, "typical_p": 0.2}, {"temperature": 0.0}),
     ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
     ({"max_new_tokens": 7}, {"max_tokens": 7}),
     ({"min_new_tokens": 2}, {"min_tokens": 2}),
@@ -230,7 +232,6 @@ ASKING: dict[str, Any] = {
     "sequence_bias": [[[5], -1.0]],
     "token_healing": True,
     "top_h": 0.4,
-    "typical_p": 0.9,
     "watermarking_config": {"greenlist_ratio": 0.25},
 }
 
@@ -266,11 +267,11 @@ def test_what_transformers_writes_by_itself_asks_for_nothing(tmp_path: Path, cap
 
 
 def test_all_that_is_not_followed_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    values = {"num_beams": 4, "typical_p": 0.9, "chat_format": "chatml", "max_window_size": 6144, "use_cache": True}
+    values = {"num_beams": 4, "top_h": 0.9, "chat_format": "chatml", "max_window_size": 6144, "use_cache": True}
     written(tmp_path, values)
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}/generation_config.json: not followed: num_beams 4, typical_p 0.9; not known: chat_format"
+        f"{tmp_path}/generation_config.json: not followed: num_beams 4, top_h 0.9; not known: chat_format"
         ' "chatml", max_window_size 6144; answers are made without'
     )
 

@@ -41,9 +41,10 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
     """Fifty, of each kind that could matter, some of which share a prefix."""
+    narrowed = {"typical_p": 0.7, "xtc_probability": 0.5, "xtc_threshold": 0.01}
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "max_tokens": 20},
-        {"temperature": 0.9, "seed": 7, "max_tokens": 120, "ignore_eos": True},
+        {"temperature": 0.9, "seed": 7, "max_tokens": 120, "ignore_eos": True, **narrowed},
         {"temperature": 1.2, "n": 3, "max_tokens": 12, "top_p": 0.9},
         {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
         {"temperature": 1.0, "stop": ("e", "th"), "max_tokens": 40},

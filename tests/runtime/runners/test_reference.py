@@ -18,6 +18,8 @@ CASES = {
     "top_p": SamplingParams(top_p=0.5, seed=3, max_tokens=12),
     "min_p": SamplingParams(min_p=0.3, seed=4, max_tokens=12),
     "all": SamplingParams(top_k=40, top_p=0.9, min_p=0.05, temperature=0.7, seed=5, max_tokens=12),
+    "typical_p": SamplingParams(typical_p=0.6, seed=8, max_tokens=12),
+    "xtc": SamplingParams(xtc_probability=0.5, xtc_threshold=0.01, temperature=0.8, seed=9, max_tokens=12),
     "penalties": SamplingParams(
         temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7, max_tokens=12
     ),

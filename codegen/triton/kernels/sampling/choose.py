@@ -1,4 +1,4 @@
-"""The kernel that chooses the token of each row: the most likely one, or a draw after top-k, top-p and min-p.
+"""The kernel that chooses the token of each row: the most likely one, or a draw after filters.
 
 It has one program per row, which starts from what `row_parts` found. A greedy row reads none of its numbers again. A
 row with only a temperature reads the part that the draw falls in. A row with filters reads the parts that reach a lower
@@ -26,6 +26,7 @@ from inferc.codegen.triton.kernels.sampling.rows import (
 from inferc.codegen.triton.kernels.sampling.search import PLACES, odds, scale_of
 
 TILE = 1024  # numbers of a list that are searched at a time
+XTC_STREAM = tl.constexpr(1)  # of a row's random numbers: 0 has those of the draw
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -41,6 +42,9 @@ def choose_kernel(  # type: ignore[no-untyped-def]
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    typical_p_ptr,
+    xtc_probability_ptr,
+    xtc_threshold_ptr,
     seeds_ptr,
     counters_ptr,
     repetition_ptr,
@@ -93,10 +97,16 @@ def choose_kernel(  # type: ignore[no-untyped-def]
                 if changed:
                     values = x_ptr + row * X_STRIDE
                 scale = scale_of(temperature)
-                u = uniform(tl.load(seeds_ptr + at), tl.load(counters_ptr + at))
+                seed, counter = tl.load(seeds_ptr + at), tl.load(counters_ptr + at)
+                u = uniform(seed, counter)
                 mass = tl.load(mass_ptr + row * PARTS + part, mask=part < PARTS, other=0.0)
                 top_k, top_p = tl.load(top_k_ptr + at), tl.load(top_p_ptr + at)
-                if ((top_k > 0) & (top_k < VOCAB)) | (top_p < 1.0) | (min_p > 0.0):
+                typical_p, xtc_probability = tl.load(typical_p_ptr + at), tl.load(xtc_probability_ptr + at)
+                excludes = xtc_probability > 0.0
+                if excludes:
+                    excludes = uniform(seed, counter, XTC_STREAM) < xtc_probability.to(tl.float64)
+                filtered = ((top_k > 0) & (top_k < VOCAB)) | (top_p < 1.0) | (min_p > 0.0)
+                if filtered | (typical_p < 1.0) | excludes:
                     own_list = row * LIST_STRIDE
                     total = tl.sum(mass.to(tl.float64) * odds(maxima, top, scale).to(tl.float64))
                     chosen = draw_filtered(
@@ -111,6 +121,9 @@ def choose_kernel(  # type: ignore[no-untyped-def]
                         top_k,
                         top_p,
                         min_p,
+                        typical_p,
+                        excludes,
+                        tl.load(xtc_threshold_ptr + at),
                         u,
                         VOCAB,
                         PART,
@@ -163,7 +176,8 @@ def choose(vocab: int, logits_stride: int, x_stride: int, part: int = PART, tile
             "list_ids_ptr": POINTERS["int32"],
             "temperature_ptr": POINTERS["float32"],
             "top_k_ptr": POINTERS["int32"],
-            **dict.fromkeys(("top_p_ptr", "min_p_ptr"), POINTERS["float32"]),
+            **dict.fromkeys(("top_p_ptr", "min_p_ptr", "typical_p_ptr"), POINTERS["float32"]),
+            **dict.fromkeys(("xtc_probability_ptr", "xtc_threshold_ptr"), POINTERS["float32"]),
             **dict.fromkeys(("seeds_ptr", "counters_ptr"), POINTERS["int64"]),
             **CHANGED_BY,
             **dict.fromkeys(("token_ids_ptr", "last_ids_ptr", "counts_ptr"), POINTERS["int32"]),

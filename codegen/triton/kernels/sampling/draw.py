@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from inferc.codegen.triton.kernels.sampling.narrow import exclude_top, keep_typical
 from inferc.codegen.triton.kernels.sampling.rows import load_row
 from inferc.codegen.triton.kernels.sampling.search import PLACES, append, odds, passing, threshold
 
@@ -156,6 +157,9 @@ def draw_filtered(  # type: ignore[no-untyped-def]
     top_k,
     top_p,
     min_p,
+    typical_p,
+    excludes,
+    xtc_threshold,
     u,
     VOCAB: tl.constexpr,
     PART: tl.constexpr,
@@ -163,7 +167,7 @@ def draw_filtered(  # type: ignore[no-untyped-def]
     PARTS_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Draw after top-k, then top-p of the mass that top-k left, and min-p.
+    """Draw after top-k, then top-p of the mass that top-k left, min-p, typical-p, and with `excludes` XTC.
 
     `mass` is that of the whole row, `maxima` has the largest number of each part.
     """
@@ -193,4 +197,18 @@ def draw_filtered(  # type: ignore[no-untyped-def]
             room = tl.ceil((mass * share - above) / cut.to(tl.float64))
             ties = tl.maximum(tl.minimum(room, count.to(tl.float64)).to(tl.int32), 1)
             ties_end = end_of_ties(list_values_ptr, count, cut, ties, least, top, scale, TILE)
+    if (typical_p < 1.0) | excludes:  # what is left becomes the list, of which a token with any odds may be drawn
+        tl.debug_barrier()
+        for start in range(0, count, TILE):
+            i = start + tl.arange(0, TILE)
+            kept = kept_odds(list_values_ptr, start, count, least, cut, ties_end, min_p, top, scale, TILE) > 0.0
+            x = tl.load(list_values_ptr + i, mask=i < count, other=float("-inf"))
+            tl.store(list_values_ptr + i, tl.where(kept, x, float("-inf")), mask=i < count)
+        tl.debug_barrier()
+        least, min_p = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+        cut, ties_end = tl.full((), 0.0, tl.float32), count
+        if typical_p < 1.0:
+            keep_typical(list_values_ptr, count, typical_p, top, scale, TILE)
+        if excludes:
+            exclude_top(list_values_ptr, count, xtc_threshold, top, scale, TILE)
     return draw_of_list(list_values_ptr, list_ids_ptr, count, least, cut, ties_end, min_p, top, scale, u, TILE)

@@ -19,7 +19,7 @@ EXPORT void test_score(void* pool, const ScoreArgs* a, const float* logits, char
 }
 // The largest of the list that, with all above it, weighs `target`: see `threshold`.
 EXPORT double test_threshold(float* list, i64 count, double target, i64 by_mass, double* above) {
-  return by_mass ? threshold<true>(list, count, target, *above) : threshold<false>(list, count, target, *above);
+  return by_mass ? threshold<ByMass>(list, count, target, *above) : threshold<ByCount>(list, count, target, *above);
 }
 
 // Counts how often each of `total` items is handed out; pieces of one thread rise, its first is the one of its number, and

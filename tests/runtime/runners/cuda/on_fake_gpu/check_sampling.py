@@ -40,6 +40,7 @@ def test_a_draw(llama: Pair) -> None:
 
 def test_filters(llama: Pair) -> None:
     decode(llama, 3, temperature=1.1, seeds=7, top_k=[5, 0], top_p=[1.0, 0.7], min_p=[0.05, 0.0])
+    decode(llama, 3, temperature=1.1, seeds=8, typical_p=[0.6, 1.0], xtc_probability=[0.0, 1.0], xtc_threshold=0.001)
 
 
 def test_penalties_count_what_was_sampled(llama: Pair) -> None:
