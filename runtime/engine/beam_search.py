@@ -131,6 +131,24 @@ class BeamSearch:
         return bool(self._beams[0][1] / best_length**penalty <= self.found[-1].score)
 
 
+def begin(
+    prompt: Sequence[int], params: BeamSearchParams, ends: Sequence[int], max_model_len: int
+) -> tuple[BeamSearch, SamplingParams]:
+    """Return the search of a prompt, and the parameters of a request that is its step for one beam.
+
+    ends: the model's end tokens. Raises RequestError for more likely tokens a step than a request may ask for.
+    """
+    stops = (*(() if params.ignore_eos else ends), *params.stop_token_ids)
+    found = BeamSearch(prompt, params, stops, min(params.max_tokens, max_model_len - len(prompt)))
+    if (wanted := found.num_likely) > MAX_LOGPROBS:
+        raise RequestError(
+            f"beam_width is {params.beam_width}: with {len(set(stops))} end tokens it needs the {wanted} likeliest"
+            f" tokens of a step, and {MAX_LOGPROBS} are told; make it smaller"
+        )
+    salt = params.cache_salt
+    return found, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=wanted, cache_salt=salt)
+
+
 def search(
     prompts: Sequence[Sequence[int]],
     params: BeamSearchParams,
@@ -140,21 +158,12 @@ def search(
 ) -> list[BeamSearchOutput]:
     """Search for the best answers to some prompts, all of their beams in one batch a step.
 
-    ends: the model's end tokens. Raises RequestError for more likely tokens a step than a request may ask for.
+    ends: the model's end tokens. Raises RequestError as `begin` does.
     """
-    stops = (*(() if params.ignore_eos else ends), *params.stop_token_ids)
-    searches = [
-        BeamSearch(prompt, params, stops, min(params.max_tokens, max_model_len - len(prompt))) for prompt in prompts
-    ]
-    wanted = max((each.num_likely for each in searches), default=0)
-    if wanted > MAX_LOGPROBS:
-        raise RequestError(
-            f"beam_width is {params.beam_width}: with {len(set(stops))} end tokens it needs the {wanted} likeliest"
-            f" tokens of a step, and {MAX_LOGPROBS} are told; make it smaller"
-        )
-    step = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=wanted, cache_salt=params.cache_salt)
+    begun = [begin(prompt, params, ends, max_model_len) for prompt in prompts]
+    searches = [each for each, _ in begun]
     while left := [each for each in searches if not each.is_done]:
-        rows = iter(likely_of([text for each in left for text in each.texts], step))
+        rows = iter(likely_of([text for each in left for text in each.texts], begun[0][1]))
         for each in left:
             each.step([next(rows) for _ in each.texts])
     return [BeamSearchOutput(each.prompt, each.found) for each in searches]

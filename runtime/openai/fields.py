@@ -150,6 +150,7 @@ STOP = either("a text or a list of texts", TEXT, TEXTS)
 SCHEMA = either("a JSON Schema, as an object or as its text", OBJECT, TEXT)
 TAG = either("a structural tag, as an object or as its text", OBJECT, TEXT)
 FLAG_OR_COUNT = either("an integer, true or false", INTEGER, FLAG)
+FLAG_OR_TEXT = either("true, false or a text", FLAG, TEXT)
 PROMPTS = Kind(
     PROMPT_WORDS,
     _wrong_prompts,
@@ -198,6 +199,9 @@ _SAMPLING: Fields = {
     "typical_p": Field(NUMBER, "Only tokens closest to the expected surprise, with this probability; 1 is off."),
     "xtc_probability": Field(NUMBER, "How often the likeliest tokens are excluded; 0 is off."),
     "xtc_threshold": Field(NUMBER, "Of these all but the last that have as much probability."),
+    "use_beam_search": Field(FLAG, "The likeliest answers as a whole, found with n (or best_of) beams; not streamed."),
+    "length_penalty": Field(NUMBER, "Of a beam search: above 0, longer answers gain."),
+    "early_stopping": Field(FLAG_OR_TEXT, "Of a beam search: true, false or never."),
     "seed": Field(INTEGER),
     "stop": Field(STOP, "Texts that end the answer; at most 64, of 1024 characters each and 4096 together."),
     "stop_token_ids": Field(IDS),

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from inferc.errors import RequestError, shown
+from inferc.runtime.engine.beam_search import BeamSearchParams
 from inferc.runtime.openai import fields as openai_fields
+from inferc.runtime.openai.beams import BEAM_FIELDS, beams_of, check_beside_beams
 from inferc.runtime.openai.fields import NOTHING, check_fields
 from inferc.runtime.openai.messages import messages_of
 from inferc.runtime.openai.reasoning import LIMITS, Shown, Thinking, limit_of, shown_of
@@ -65,6 +67,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),  # a template that knows it reads it; it changes nothing elsewhere
     "num_beams": (None, 1),
     "length_penalty": (None, 1),
+    "early_stopping": (None, False),
     "mirostat": (None, 0),
     "detokenize": (None, True),
     "spaces_between_special_tokens": (None, True),
@@ -118,6 +121,7 @@ class OpenAIRequest:
     - tools: what the answer may call; None if nothing.
     - reasoning: where the answer shows its reasoning; None: it is not told from the text. max_reasoning_tokens: after
       so many tokens it ends. thinking: what is asked for as far as the model can do it.
+    - beams: the answers are those of this beam search, of the length and with the ends of params.
     - stream: the answer comes in parts, as stream_options say.
     - warnings: what of the body was ignored.
     """
@@ -134,6 +138,7 @@ class OpenAIRequest:
     reasoning: Shown | None = None
     max_reasoning_tokens: int | None = None
     thinking: Thinking | None = None
+    beams: BeamSearchParams | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     warnings: tuple[str, ...] = ()
@@ -147,7 +152,7 @@ class OpenAIRequest:
     @property
     def num_sequences(self) -> int:
         """The number of sequences that are computed for each prompt."""
-        return self.params.best_of or self.params.n
+        return self.beams.beam_width if self.beams is not None else self.params.best_of or self.params.n
 
     @property
     def prompt_logprobs(self) -> int | None:
@@ -175,19 +180,33 @@ def parse_request(
     if url == COMPLETIONS:
         check_is_no_chat(body)
     is_chat = url == CHAT
-    sampling = sampling_of(body, is_served, takes_tools=is_chat, takes_reasoning=is_chat)
+    sampling = sampling_of(body, is_served, takes_tools=is_chat, takes_reasoning=is_chat, takes_beams=is_served)
+    beams = beams_of(body) if is_served else None
     read = _chat if url == CHAT else _completion
-    return replace(read(body, sampling, is_served, defaults or {}), warnings=warnings_of(body, fields, FIXED))
+    request = read(body if beams is None else {**body, "best_of": None}, sampling, is_served, defaults or {})
+    if beams is not None:
+        check_beside_beams(request.sampling, tools=request.tools, max_reasoning_tokens=request.max_reasoning_tokens)
+    return replace(request, beams=beams, warnings=warnings_of(body, fields, FIXED))
 
 
 def sampling_of(
-    body: Mapping[str, Any], is_served: bool, takes_tools: bool = False, takes_reasoning: bool = False
+    body: Mapping[str, Any],
+    is_served: bool,
+    takes_tools: bool = False,
+    takes_reasoning: bool = False,
+    takes_beams: bool = False,
 ) -> dict[str, Any]:
     """Return the sampling parameters that all bodies have in common, of a body whose types have been checked.
 
     Raises RequestError for an unsupported field, and for options of a stream without one.
     """
-    check_supported(body, is_served, takes_tools, takes_reasoning)
+    taken = (
+        *(SERVED if is_served else ()),
+        *(OF_TOOLS if takes_tools else ()),
+        *(OF_REASONING if takes_reasoning else ()),
+        *(BEAM_FIELDS if takes_beams else ()),
+    )
+    check_supported(body, taken)
     sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     if body.get("logit_bias") is not None:
         sampling["logit_bias"] = logit_bias_of(body["logit_bias"])
@@ -200,14 +219,10 @@ def sampling_of(
     return sampling
 
 
-def check_supported(
-    body: Mapping[str, Any], is_served: bool, takes_tools: bool = False, takes_reasoning: bool = False
-) -> None:
-    """Raise RequestError for a field that would change the answer and is not supported."""
+def check_supported(body: Mapping[str, Any], taken: Collection[str]) -> None:
+    """Raise RequestError for a field that would change the answer and is not supported; taken: those that are."""
     for name, allowed in FIXED.items():
-        is_taken = (is_served and name in SERVED) or (takes_tools and name in OF_TOOLS)
-        is_taken |= takes_reasoning and name in OF_REASONING
-        if body.get(name) not in allowed and not is_taken:
+        if body.get(name) not in allowed and name not in taken:
             raise not_built(name, body[name])
 
 

@@ -11,6 +11,9 @@ from inferc.runtime.openai import fields as openai_fields
 from inferc.runtime.openai.fields import check_fields
 from inferc.runtime.openai.messages import messages_of
 from inferc.runtime.openai.request import (
+    OF_REASONING,
+    OF_TOOLS,
+    SERVED,
     check_is_no_chat,
     check_supported,
     not_built,
@@ -92,7 +95,7 @@ def read_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
         check_is_no_chat(body)
         special = body.get("add_special_tokens") is not False
         return TokenizeRequest(model, text, special, return_token_strs=is_spelled)
-    check_supported(body, is_served=True, takes_tools=True, takes_reasoning=True)
+    check_supported(body, {*SERVED, *OF_TOOLS, *OF_REASONING})
     messages, template, tools = messages_of(body, has_calls=True), template_of(body), tools_of(body)
     if tools is not None:
         template["tools"] = tools.for_template

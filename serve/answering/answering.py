@@ -52,7 +52,7 @@ class Answering:
         self._streams: list[Stream] = []
         self._prompts: list[PromptJson] = []
         self.num_entries = 0  # entries that all choices report about their prompts
-        model.check_open(self.params, len(request.prompts))
+        model.check_open(self.params, len(request.prompts), self.request.num_sequences)
 
     async def start(self) -> None:
         """Tokenize and score the prompts, and open their streams.
@@ -77,7 +77,10 @@ class Answering:
                 if number % at_once == at_once - 1:
                     await asyncio.sleep(0)  # give other tasks a turn: there may be a thousand prompts
                 name = self._request_id if len(ids) == 1 or not self._request_id else f"{self._request_id}-{number}"
-                self._streams.append(self.model.open(each, self.params, name, self._news, self.request.kind, marks))
+                stream = self.model.open(
+                    each, self.params, name, self._news, self.request.kind, marks, self.request.beams
+                )
+                self._streams.append(stream)
 
     def _begin_reasoning(self, ids: Sequence[Sequence[int]]) -> None:
         """Prepare to tell reasoning from text, as the prompt leaves it, and let the answer's form begin behind it."""

@@ -91,11 +91,13 @@ class InferenceService:
         read = partial(protocol.sampling_params, request.sampling, defaults)
         is_large = request.sampling.ByteSize() > LARGE_SAMPLING_BYTES
         params = changed(await in_text_thread(read) if is_large else read(), tap=request.tap)
+        if (beams := protocol.beams_of(request.sampling)) is not None:
+            _check_beside_beams(request, is_whole)
         chat = await conversation_of(request.chat) if request.WhichOneof("prompt") == "chat" else None
         tools = None if chat is None else chat.tools
         params, form = held(params, tools, lambda: engine.text.check_calls())
         calls = None if form is None else Calls(form)
-        model.check_open(params)  # before the work on the prompt
+        model.check_open(params, 1, 0 if beams is None else beams.beam_width)  # before the work on the prompt
         if chat is not None:
             if chat.max_reasoning_tokens is not None:
                 engine.text.check_reasoning()
@@ -117,7 +119,8 @@ class InferenceService:
         # The stream is also closed when the client left or its deadline passed, which frees its KV blocks at once.
         kind: Kind = "completion" if chat is None else "chat"
         marks = None if apart is None else apart.marks
-        with closing(model.open(prompt, params, protocol.request_id(request), kind=kind, marks=marks)) as stream:
+        opened = model.open(prompt, params, protocol.request_id(request), kind=kind, marks=marks, beams=beams)
+        with closing(opened) as stream:
             async for raw in stream:
                 delta = raw if apart is None else apart.of(raw.index, raw)
                 if is_whole:
@@ -289,6 +292,18 @@ class InferenceService:
             goes_on = isinstance(request, pb.GenerateRequest)
             return await model.encode_chat(chat.messages, {**chat.variables, "add_generation_prompt": goes_on})
         raise RequestError("the request has no prompt; set one of text, token_ids or chat")
+
+
+def _check_beside_beams(request: pb.GenerateRequest, is_whole: bool) -> None:
+    """Raise RequestError for what of a request does not go with a beam search."""
+    if not is_whole:
+        raise RequestError("beam_search: its answers are known when it ends; call Complete, or leave it out")
+    if request.tap:
+        raise RequestError("tap: of a beam search no values are kept; leave one of them out")
+    if request.chat.tools or request.chat.HasField("max_reasoning_tokens"):
+        raise RequestError(
+            "beam_search: a search is held to no form; leave it out, or the chat's tools and max_reasoning_tokens"
+        )
 
 
 async def engine_stats(model: ServedModel) -> EngineStats:

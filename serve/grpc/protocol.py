@@ -10,7 +10,9 @@ import numpy as np
 from google.protobuf.message import Message
 
 from inferc.errors import RequestError
+from inferc.runtime.engine.beam_search import BeamSearchParams
 from inferc.runtime.kv_cache.events import CacheEvent, Removed, Stored
+from inferc.runtime.openai.beams import check_beside_beams, search_of
 from inferc.runtime.openai.request import MAX_PROMPTS
 from inferc.runtime.openai.text_requests import check_dimensions
 from inferc.runtime.step.plan import Logprobs
@@ -24,6 +26,11 @@ FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
     "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
+}
+EARLY_STOPPING: dict[int, Any] = {
+    pb.EARLY_STOPPING_FALSE: False,
+    pb.EARLY_STOPPING_TRUE: True,
+    pb.EARLY_STOPPING_NEVER: "never",
 }
 MAX_REQUEST_ID = 128
 
@@ -45,7 +52,7 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
             values[field.name] = tuple(tuple(word.ids) for word in value)
         elif field.name == "dry_sequence_breakers":
             values[field.name] = tuple(value.texts)
-        elif field.name != "unlimited":
+        elif field.name not in ("unlimited", "beam_search"):
             if not isinstance(value, (bool, int, float, str)):
                 check_num_items(field.name, len(value))  # before the items are copied one by one
                 value = tuple(value)
@@ -55,6 +62,21 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
             raise RequestError("max_tokens and unlimited are both set; leave one out")
         values["max_tokens"] = None
     return from_request(values, defaults)
+
+
+def beams_of(message: pb.SamplingParams) -> BeamSearchParams | None:
+    """Return the beam search that a request asks for, or None; raise RequestError for what does not go with one."""
+    if not message.HasField("beam_search"):
+        return None
+    asked = message.beam_search
+    given: dict[str, Any] = {}
+    if asked.HasField("length_penalty"):
+        given["length_penalty"] = asked.length_penalty
+    if asked.HasField("early_stopping"):
+        given["early_stopping"] = EARLY_STOPPING.get(asked.early_stopping, asked.early_stopping)
+    said = {field.name: value for field, value in message.ListFields()}
+    check_beside_beams({name: said[name] for name in said.keys() - {"beam_search", "unlimited"}})
+    return search_of(said.get("n"), asked.width if asked.HasField("width") else None, given)
 
 
 def _structured_outputs(message: pb.StructuredOutputs) -> StructuredOutputs:

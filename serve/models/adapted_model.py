@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from inferc.errors import RequestError
+from inferc.runtime.engine.beam_search import BeamSearchParams
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.step.sampling_params import SamplingParams, changed
 from inferc.serve.models.adapters import ServedAdapter
@@ -38,10 +39,11 @@ class AdaptedModel(ServedModel):
         news: asyncio.Event | None = None,
         kind: Kind = "completion",
         marks: Mapping[int, str] | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> Stream:
         """Start a request with the adapter, as ServedModel.open does."""
         named = changed(params, adapter=self.adapter.name)
-        return super().open(prompt_token_ids, named, request_id, news, kind, marks)
+        return super().open(prompt_token_ids, named, request_id, news, kind, marks, beams)
 
     async def score(
         self,

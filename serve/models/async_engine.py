@@ -16,9 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from inferc.errors import GenerationError, InfercError, ObjectiveError, RequestError
+from inferc.runtime.engine.beam_search import BeamSearchParams
 from inferc.runtime.engine.loop import Embedded, Event, Failed, Scored, Sink, Stats
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.engine.stats import EngineStats
@@ -34,6 +35,7 @@ from inferc.serve.errors import (
 )
 from inferc.serve.models.metrics import Ended, ModelMetrics
 from inferc.serve.models.queue_forecast import QueueForecast
+from inferc.serve.models.search_stream import SearchStream
 from inferc.serve.models.streams import EngineLike, EngineTask, Kind, ModelFacts, ScoringTask, Stream
 
 log = logging.getLogger(__name__)
@@ -177,15 +179,22 @@ class AsyncEngine:
         max_seconds: float | None = None,
         kind: Kind = "completion",
         marks: Mapping[int, str] | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> Stream:
         """Start a request and return its stream, which the caller must close when done with it.
 
-        news, owner, on_over, kind, marks: as in Stream. max_seconds: the request fails with RequestTimeout after that
-        long. Raises RequestIdInUse, QueueFull or EngineUnavailable. Anything else that is wrong with the request (a
-        prompt that is too long, for example) is raised by the stream.
+        beams: the answers are those of a beam search. news, owner, on_over, kind, marks: as in Stream. max_seconds: the
+        request fails with RequestTimeout after that long. Raises RequestIdInUse, QueueFull or EngineUnavailable. What
+        else is wrong with the request (a prompt that is too long, for example) is raised by the stream.
         """
-        self.check_open(params.n, num_listed=params.num_listed)
-        stream = Stream(self, prompt_token_ids, params, self._name(request_id), news, owner, on_over, kind, marks)
+        self.check_open(params.n if beams is None else beams.beam_width, num_listed=params.num_listed)
+        name = self._name(request_id)
+        of_stream: dict[str, Any] = {"news": news, "owner": owner, "on_over": on_over, "kind": kind, "marks": marks}
+        stream = (
+            Stream(self, prompt_token_ids, params, name, **of_stream)
+            if beams is None
+            else SearchStream(self, prompt_token_ids, params, beams, self.facts, name, **of_stream)
+        )
         self._begin(stream)
         if max_seconds is not None:
             stream.timer = self._loop.call_later(max_seconds, self._time_out, stream, max_seconds)
@@ -342,8 +351,8 @@ class AsyncEngine:
         return True
 
     def abort_in_engine(self, task: EngineTask, index: int | None = None) -> None:
-        if self.client is not None and task.engine_id and task.request_id not in self._parked:
-            self.client.abort(task.engine_id, index)
+        if self.client is not None and task.request_id not in self._parked:
+            task.abort_on(self.client, index)
 
     def forget(self, task: EngineTask) -> None:
         if self._tasks.get(task.request_id) is task:
@@ -424,6 +433,11 @@ class AsyncEngine:
         self._note_use()
         if self.state == "asleep":
             self.requested()
+
+    def start_again(self, task: EngineTask) -> None:
+        """Start a request that found its engine gone between two of its steps."""
+        if task.is_open and self._tasks.get(task.request_id) is task:
+            self._start(task)
 
     # -------------------------------------------------------------------------------------- the engine's life
 

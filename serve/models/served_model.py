@@ -18,6 +18,7 @@ from typing import Any
 from inferc.config import EngineConfig
 from inferc.errors import ConfigError, InfercError, RequestError
 from inferc.runtime.artifact.load import Artifact
+from inferc.runtime.engine.beam_search import BeamSearchParams
 from inferc.runtime.engine.load import model_defaults, model_limits
 from inferc.runtime.engine.process import EngineProcess
 from inferc.runtime.engine.scoring import Score
@@ -242,9 +243,13 @@ class ServedModel:
         """Return a request's parameters with token ids instead of texts; raises RequestError for a text without any."""
         return await in_text_thread(partial(spelled, self.engine.text, params))
 
-    def check_open(self, params: SamplingParams, num_prompts: int = 1) -> None:
-        """Call AsyncEngine.check_open for one request per prompt, within the time that the caller has left."""
-        self.engine.check_open(params.n * num_prompts, WITHIN.get(), params.num_listed * num_prompts)
+    def check_open(self, params: SamplingParams, num_prompts: int = 1, num_sequences: int = 0) -> None:
+        """Call AsyncEngine.check_open for one request per prompt, within the time that the caller has left.
+
+        num_sequences: those of each prompt, if they are not the `n` of the parameters.
+        """
+        count = num_sequences or params.n
+        self.engine.check_open(count * num_prompts, WITHIN.get(), params.num_listed * num_prompts)
 
     def open(
         self,
@@ -254,12 +259,15 @@ class ServedModel:
         news: asyncio.Event | None = None,
         kind: Kind = "completion",
         marks: Mapping[int, str] | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> Stream:
         """Start a request in the caller's name, within its limits; raise as AsyncEngine.open and Caller.begin do.
 
-        kind, marks: as in Stream.
+        kind, marks: as in Stream. beams: as in AsyncEngine.open.
         """
         caller = CALLER.get()
+        if beams is not None:
+            caller.limits.check(len(prompt_token_ids), beams.beam_width)
         with self._refusals_counted():
             params = caller.begin(len(prompt_token_ids), params)
         try:
@@ -273,6 +281,7 @@ class ServedModel:
                 max_seconds=caller.limits.max_request_seconds,
                 kind=kind,
                 marks=marks,
+                beams=beams,
             )
             if self._tracing is not None:
                 self._tracing.begin(stream, self.name)

@@ -91,6 +91,8 @@ class StreamOwner(Protocol):
 
     def forget(self, task: EngineTask) -> None: ...
 
+    def start_again(self, task: EngineTask) -> None: ...
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -239,6 +241,11 @@ class Stream:
         assert self._prompt is not None
         self.engine_id = client.add(self._prompt, self._params, sink, self.request_id)
 
+    def abort_on(self, client: EngineLike, index: int | None = None) -> None:
+        """Abort what runs on an engine; index: one of the outputs alone."""
+        if self.engine_id:
+            client.abort(self.engine_id, index)
+
     def take_event(self, event: Event, now: float) -> None:
         if isinstance(event, Output):
             self.push(event, now)
@@ -382,6 +389,10 @@ class ScoringTask(Generic[Result]):
 
     def start(self, client: EngineLike, sink: Sink) -> None:
         self.engine_id = self._send(client, sink)
+
+    def abort_on(self, client: EngineLike, index: int | None = None) -> None:
+        if self.engine_id:
+            client.abort(self.engine_id, index)
 
     def take_event(self, event: Event, now: float) -> None:
         found = self._found(event)

@@ -71,6 +71,13 @@ def test_a_request_names_an_adapter_as_its_model(serving: Server, expected: dict
         assert {event["model"] for event in events} == {name}
 
 
+def test_a_beam_search_is_the_adapters(serving: Server, expected: dict[str, list[int]]) -> None:
+    """A search of one beam takes the likeliest token each time, as a greedy answer does."""
+    for name, wanted in (("everything", expected["everything"]), ("base", expected[""])):
+        body = {**BODY, "model": name, "use_beam_search": True, "return_token_ids": True}
+        assert request(serving.url, COMPLETIONS, body).json["choices"][0]["token_ids"] == wanted
+
+
 def test_adapters_are_listed_with_the_model_that_they_change(serving: Server) -> None:
     listed = {each["id"]: each for each in request(serving.url, "/v1/models").json["data"]}
     assert listed["base"]["parent"] is None

@@ -24,6 +24,11 @@ FINISH_REASONS = {
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+EARLY_STOPPING = {
+    False: pb.EARLY_STOPPING_FALSE,
+    True: pb.EARLY_STOPPING_TRUE,
+    "never": pb.EARLY_STOPPING_NEVER,
+}
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.2, 5.0
 
@@ -245,7 +250,12 @@ def _sampling(values: Mapping[str, Any]) -> pb.SamplingParams:
             said["bad_words_ids"] = [pb.TokenIds(ids=word) for word in words]
         if (texts := said.get("dry_sequence_breakers")) is not None:
             said["dry_sequence_breakers"] = pb.Texts(texts=texts)
+        if isinstance(beams := said.get("beam_search"), Mapping) and "early_stopping" in beams:
+            said["beam_search"] = {**beams, "early_stopping": EARLY_STOPPING[beams["early_stopping"]]}
         return pb.SamplingParams(**said)
+    except KeyError as error:
+        found = error.args[0]
+        raise RequestError(f"beam_search: early_stopping is {found!r:.40}; expected True, False or never") from None
     except (TypeError, ValueError) as error:
         raise RequestError(f"sampling: {error}") from None
 

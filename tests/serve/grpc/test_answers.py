@@ -60,7 +60,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> InferenceService:
     monkeypatch.setattr(text_calls, "tokenize", tokenize)
     model = SimpleNamespace(
         engine=SimpleNamespace(facts=SimpleNamespace(defaults={})),
-        check_open=lambda params: None,
+        check_open=lambda params, num_prompts, num_sequences: None,
         check_length=lambda num_tokens, room: None,
         embeds=True,
         score=score,

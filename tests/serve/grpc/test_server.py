@@ -289,7 +289,7 @@ def test_a_request_has_its_name_while_its_prompt_is_scored() -> None:
 
     model = SimpleNamespace(
         engine=SimpleNamespace(facts=SimpleNamespace(defaults={})),
-        check_open=lambda params: None,
+        check_open=lambda params, num_prompts, num_sequences: None,
         check_length=lambda num_tokens, room: None,
         score=score,
     )
