@@ -20,6 +20,7 @@ import numpy as np
 
 from inferc.errors import InfercError, ObjectiveError, RequestError
 from inferc.runtime.adapters.store import AdapterStore, find_adapter
+from inferc.runtime.engine.request_checks import check_choices, check_sampling
 from inferc.runtime.engine.scoring import Pooling, Score, Scorer
 from inferc.runtime.engine.stats import STEP_TOKENS, EngineStats
 from inferc.runtime.grammar.grammars import Grammars
@@ -78,6 +79,7 @@ class Engine:
     grammars: hold answers to the form that a request asks for.
     speculation: drafts tokens; the runner must be able to compute them.
     adapters: the LoRA adapters that requests may name.
+    takes_processors: the runner lets functions of a request change its logits.
     """
 
     def __init__(
@@ -95,9 +97,12 @@ class Engine:
         grammars: Grammars | None = None,
         speculation: Speculation | None = None,
         adapters: AdapterStore | None = None,
+        takes_processors: bool = False,
     ) -> None:
         self.runner = runner
         self.adapters = adapters
+        self._takes_processors = takes_processors
+        self._row_errors: dict[str, str] = {}  # why rows of the last step failed, by request
         self._idle_work = idle_work
         self.taps = taps
         self.grammars = grammars or Grammars(None, config.max_num_seqs, model.vocab_size)
@@ -136,22 +141,7 @@ class Engine:
             raise RequestError(f"request id {request_id!r} is in use; give every request its own")
         prompt = list(prompt_token_ids)
         self._check_prompt(prompt, 1)
-        self._check_ids("logit_bias", params.logit_bias)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("allowed_token_ids", params.allowed_token_ids)
-        self._check_ids("banned_token_ids", params.banned_token_ids)
-        self._check_ids("bad_words_ids", list(chain.from_iterable(params.bad_words_ids)))
-        self._check_ids("dry_breaker_ids", params.dry_breaker_ids)
-        if params.best_of is not None:
-            raise RequestError(
-                f"best_of is {params.best_of}, and the best are known only when all are there, so no answer in parts"
-                " has them; leave it out, or ask for a whole answer"
-            )
-        if params.has_texts:
-            raise RequestError(
-                "bad_words and dry_sequence_breakers need a tokenizer, which turns them into tokens; leave them empty,"
-                " and give bad_words_ids or dry_breaker_ids instead"
-            )
+        check_sampling(params, self.model.vocab_size, self._takes_processors)
         # The last token's K and V are never read, so a sequence may have one token more than the cache holds.
         longest = min(self.model.max_model_len, self.scheduler.cache.max_tokens + 1)
         wanted = self.model.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
@@ -162,7 +152,7 @@ class Engine:
             )
         eos = () if params.ignore_eos else self.model.eos_token_ids
         ends = frozenset((*eos, *params.stop_token_ids))
-        self._check_choices(params, ends)
+        check_choices(params, ends, self.model.vocab_size)
         if params.structured_outputs is not None:
             self.grammars.check(bool(self.model.eos_token_ids), params.structured_outputs.label)
         if params.tap and self.taps is None:
@@ -323,6 +313,11 @@ class Engine:
         refused, self._refused = self._refused, []
         return refused
 
+    def take_row_errors(self) -> dict[str, str]:
+        """Return why rows of the steps since the last call failed, by request, where that is known."""
+        found, self._row_errors = self._row_errors, {}
+        return found
+
     @property
     def collects_kv_events(self) -> bool:
         return self.scheduler.events is not None
@@ -347,36 +342,13 @@ class Engine:
     def _check_prompt(self, prompt: list[int], room: int) -> None:
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
-        self._check_ids("prompt", prompt)
+        check_ids("prompt", prompt, self.model.vocab_size)
         held = self.scheduler.cache.max_tokens if room else self.scheduler.cache.max_tokens_at_once
         check_length(len(prompt), self.model.max_model_len, room)
         if len(prompt) > held:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, and the whole KV cache holds {held};"
                 " shorten it, or raise --kv-memory"
-            )
-
-    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
-        check_ids(what, ids, self.model.vocab_size)
-
-    def _check_choices(self, params: SamplingParams, ends: frozenset[int]) -> None:
-        """Raise RequestError if a request leaves no token to choose."""
-        banned = frozenset(params.never_chosen)
-        if not params.allowed_token_ids and not banned:
-            return
-        if params.allowed_token_ids:
-            left = frozenset(params.allowed_token_ids) - banned
-            num_left, num_going_on = len(left), len(left - ends)
-        else:  # all of the vocabulary; all ids were checked to be in it
-            num_left = self.model.vocab_size - len(banned)
-            num_going_on = num_left - sum(end < self.model.vocab_size for end in ends - banned)
-        if not num_left:
-            what = "allowed_token_ids are all" if params.allowed_token_ids else "all tokens are"
-            raise RequestError(f"{what} in banned_token_ids: nothing is left to choose; ban fewer")
-        if params.min_tokens and not num_going_on:
-            raise RequestError(
-                "allowed_token_ids and banned_token_ids leave end tokens only, and min_tokens forbids these at first:"
-                " nothing is left to choose; allow more, or set min_tokens to 0"
             )
 
     def _forget(self, seq: Sequence, reason: str, recorded: str | None = None) -> None:
@@ -494,6 +466,10 @@ class Engine:
         seconds = self._observe(plan)
         for each in self._watchers:
             each.landed(plan, result)
+        if plan.processed is not None:
+            for row, why in plan.processed.errors.items():
+                if (of_row := self.scheduler.batch.seqs[plan.sample.seq_slots[row]]) is not None:
+                    self._row_errors[of_row.request_id] = why
         outputs = self.scheduler.update(plan, result)
         self._num_landed += 1
         outputs.step, outputs.step_seconds = self._num_landed, seconds

@@ -103,7 +103,7 @@ ENGINE: dict[str, Asks] = {
         "structured_outputs_config guided_decoding_backend", ("auto", "xgrammar", {"backend": "xgrammar"}), GRAMMARS
     ),
     **_all("reasoning_parser", ("",), "is not built yet: an answer's thoughts are part of its text; leave it out"),
-    **_all("logits_processors", ([],), "is not built yet: SamplingParams(logit_bias=…) changes tokens' logits"),
+    **_all("logits_processors", ([],), "belongs to a request: SamplingParams(logits_processors=[…])"),
     **_all("compilation_config attention_backend attention_config optimization_level", (), NO_OPTION % COMPILES),
     **_all("max_seq_len_to_capture cuda_graph_sizes", (), NO_OPTION % COMPILES),
     **_all("disable_custom_all_reduce disable_cascade_attn disable_sliding_window", (False,), NO_OPTION % COMPILES),

@@ -155,6 +155,7 @@ def load_engine(
         grammars=grammars,
         speculation=speculation,
         adapters=adapters,
+        takes_processors="logits_processors" in can,
     )
     if opened.share_free_slots is not None:
         opened.share_free_slots(engine.scheduler.batch.free_slots)

@@ -238,9 +238,10 @@ def _end_broken(engine: Engine, outputs: Outputs) -> list[Failed]:
     else:
         names = [output.request_id for output in outputs if output.finish_reason == "error"]
         outputs[:] = [output for output in outputs if output.finish_reason != "error"]
+    known = engine.take_row_errors()
     for name in names:
         engine.abort(name)
-        failed.append(Failed(name, BROKEN, kind=GenerationError.__name__))
+        failed.append(Failed(name, known.get(name, BROKEN), kind=GenerationError.__name__))
     return failed
 
 

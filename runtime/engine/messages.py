@@ -56,7 +56,9 @@ class _Add(msgspec.Struct, array_like=True, tag=True):
 # The fields of SamplingParams without its checks: they were checked when the request was made.
 _TYPES = get_type_hints(SamplingParams)
 _Params = msgspec.defstruct(
-    "_Params", [(each.name, _TYPES[each.name]) for each in dataclasses.fields(SamplingParams)], array_like=True
+    "_Params",
+    [(each.name, _TYPES[each.name]) for each in dataclasses.fields(SamplingParams) if each.name != "logits_processors"],
+    array_like=True,
 )
 _PARAMS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_Params)
 _COMMAND = msgspec.msgpack.Decoder(
@@ -69,7 +71,9 @@ def encode_command(command: Command) -> bytes:
     """Encode a command as the bytes of a message; a list of a million ids takes some milliseconds."""
     if not isinstance(command, Add):
         return _dump(command)
-    params = msgspec.Raw(_dump(_Params(**vars(command.params))))
+    values = dict(vars(command.params))
+    assert not values.pop("logits_processors"), "functions are for an engine in the caller's process"
+    params = msgspec.Raw(_dump(_Params(**values)))
     return _dump(_Add(command.request_id, command.prompt_token_ids, params, command.name))
 
 

@@ -13,10 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inferc.errors import ConfigError
+from inferc.errors import ConfigError, RequestError
 from inferc.runtime.record import format as recording
 from inferc.runtime.record.format import Header, RecordedRequest, RecordedSequence
 from inferc.runtime.record.watcher import Watcher
+from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Sequence as Seq
 from inferc.runtime.step.sequence import StepOutputs
 from inferc.system.json_text import parse_json
@@ -62,6 +63,10 @@ class Recorder(Watcher):
             raise ConfigError(f"cannot write the recording {path}: {error.strerror}") from None
         self._writer = threading.Thread(target=self._write, name="inferc-recorder", daemon=True)
         self._writer.start()
+
+    def check(self, prompt_len: int, max_total: int, params: SamplingParams) -> None:
+        if params.logits_processors:
+            raise RequestError("logits_processors: a recording cannot keep functions; leave them out, or --record")
 
     def begin(self, name: str, seed: int, seqs: Sequence[Seq]) -> None:
         self._open[seqs[0].request_id] = _Open(name, seed, time.time(), time.monotonic(), len(seqs))

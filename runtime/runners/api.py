@@ -25,6 +25,7 @@ Capability = Literal[
     "kv_evict",  # a sequence may free blocks outside its attention while it runs
     "kv_evict_heavy_hitters",  # attention mass is accumulated per block
     "kv_events",  # blocks are identified by their hash, and changes to them are published as events
+    "logits_processors",  # functions of a request change its logits before they are sampled (StepPlan.processed)
     "observe",  # a function is given chosen values of every step (ObservingRunner)
     "offload_in_place",  # steps read blocks of the offload tier without copying them first
     "partial_blocks",  # slots can be copied, so a shared prefix may end within a block

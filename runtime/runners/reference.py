@@ -186,7 +186,8 @@ class ReferenceRunnerFactory:
     """The factory of the reference target's runner, which supports a single rank."""
 
     def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
-        found = {"adapters", "drafts", "grammars", "kv_evict", "kv_events", "prefix_cache", "record", "taps", "threads"}
+        found = {"adapters", "drafts", "grammars", "kv_evict", "kv_events", "logits_processors", "prefix_cache"}
+        found |= {"record", "taps", "threads"}
         if has_hidden_rows(artifact.program):
             found.add("vectors")
         return frozenset(found)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from inferc.runtime.rules.rules import Rules
 from inferc.runtime.scheduler.waiting_queue import key_of
 from inferc.runtime.step.cost import StepWork
 from inferc.runtime.step.plan import F32, F64, I32, I64, U64, SampleRows, StepPlan, TokenLists
+from inferc.runtime.step.processors import ProcessedRow, ProcessedRows, Processors
 from inferc.runtime.step.sequence import Sequence
 
 Bool = NDArray[np.bool_]
@@ -144,6 +145,7 @@ class Batch:
         self.adapters: I32 = np.zeros(num_slots, np.int32)
         self._lists: dict[int, _Lists] = {}  # only slots that have any
         self._rules: dict[int, Rules] = {}  # only running slots that have any
+        self._processors: dict[int, Processors] = {}  # only running slots that have any
         self._rows: Rows | None = None  # those of the last step that landed
         self._decode_shape: _Shape | None = None  # that of all slots in `order`; None after one joined or left
 
@@ -183,6 +185,7 @@ class Batch:
         self.sync(slot)
         self.is_running[slot] = False
         self._rules.pop(slot, None)
+        self._processors.pop(slot, None)
         self.order = self.order[self.order != slot]
         self._decode_shape = None
 
@@ -220,8 +223,11 @@ class Batch:
 
     @property
     def has_rules(self) -> bool:
-        """True if a running sequence has rules, for which all of its tokens must be known when a step is planned."""
-        return bool(self._rules)
+        """True if a running sequence has rules, for which all of its tokens must be known when a step is planned.
+
+        Logits processors are among them.
+        """
+        return bool(self._rules or self._processors)
 
     def num_allowed(self, slot: int, token_ids: list[int]) -> int:
         """Return how many of some tokens behind those of a slot its rules allow; no step may be in flight."""
@@ -273,6 +279,8 @@ class Batch:
         self._lists.pop(slot, None)
         if (rules := Rules.of(params)) is not None:
             self._rules[slot] = rules
+        if params.logits_processors:
+            self._processors[slot] = Processors(params.logits_processors)
         never = params.never_chosen
         if params.logit_bias or params.allowed_token_ids or never or params.min_tokens:
             self._lists[slot] = _Lists(
@@ -342,6 +350,7 @@ class Batch:
             scored=forgetting.scored_queries(slots, start, end, shape.query_start_loc, max_blocks),
             num_drafted=shape.num_drafted,
             adapter_ids=shape.adapter_ids,
+            processed=self._processed(slots if all_decode else shape.sampled, shape) if self._processors else None,
         )
         self.num_computed[slots] = end
         self.num_tokens[slots] += complete
@@ -470,6 +479,18 @@ class Batch:
         rows.banned = rows.banned.with_more(len(slots), banned)
         added = {row: (each.token_ids, each.values) for row, each in penalties.items() if len(each.token_ids)}
         rows.logit_bias = rows.logit_bias.with_added(len(slots), added)
+
+    def _processed(self, slots: I64, shape: _Shape) -> ProcessedRows | None:
+        """Return the rows that logits processors change, with the tokens before each of them."""
+        places = shape.places.tolist() or [0] * len(slots)
+        rows = {
+            row: ProcessedRow(
+                processors, self.tokens[slot, : int(self.num_tokens[slot]) + place].copy(), int(self.prompt_len[slot])
+            )
+            for row, (slot, place) in enumerate(zip(slots.tolist(), places, strict=True))
+            if (processors := self._processors.get(slot)) is not None
+        }
+        return ProcessedRows(rows) if rows else None
 
     def _gather(self, slots: I64) -> SampleRows:
         bias = allowed = banned = TokenLists()

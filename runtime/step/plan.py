@@ -168,6 +168,17 @@ class StepMasks(Protocol):
         """Return when the masks are made."""
 
 
+class RowChange(Protocol):
+    """The functions of requests that change some of a step's logits rows before their tokens are chosen."""
+
+    @property
+    def errors(self) -> Mapping[int, str]:
+        """The errors of rows whose functions failed, by row, once the step has landed."""
+
+    def apply(self, logits: F32, first: int = 0) -> None:
+        """Change logits [count, vocab_size] in place, of which the first is row `first` of the step."""
+
+
 def _no_rows() -> I32:
     return np.zeros(0, np.int32)
 
@@ -231,6 +242,7 @@ class StepPlan:
     tapped_rows: I64 = field(default_factory=_no_long_rows)
     scored: ScoredQueries | None = None  # the queries whose attention scores blocks
     masks: StepMasks | None = None  # None if every row may choose any token
+    processed: RowChange | None = None  # None if no function of a request changes logits
     # [sampled sequences] how many tokens of each were drafted; empty if none of the step. Such a sequence has that many
     # rows more, each behind a drafted token. A row counts only if the row before it chose the token that was drafted.
     num_drafted: I32 = field(default_factory=_no_rows)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from inferc.errors import RequestError, is_among, nearest, shown
 from inferc.runtime.step.not_built import INSTEAD, NOT_BUILT
+from inferc.runtime.step.processors import LogitsProcessor, check_processors
 from inferc.runtime.step.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 32
@@ -30,7 +31,7 @@ DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 MAX_BREAKERS = 64
 MAX_BREAKER_CHARACTERS = 4096  # of all breakers of a request
 TOKENS = ("stop_token_ids", "allowed_token_ids", "banned_token_ids", "bad_words_ids", "dry_breaker_ids")
-LISTS = ("stop", "bad_words", "dry_sequence_breakers", *TOKENS)
+LISTS = ("stop", "bad_words", "dry_sequence_breakers", "logits_processors", *TOKENS)
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "tap")
 MAX_NAME = 256
 MAX_UNKNOWN = 8  # unknown parameters that a message names
@@ -63,6 +64,9 @@ class SamplingParams:
 
     `structured_outputs` holds the answer to a form (a JSON Schema, a regular expression, …), where it then ends; a map
     of its fields may be given.
+
+    `logits_processors` are functions (token_ids, logits) or (prompt_token_ids, token_ids, logits) that return the
+    logits from which the next token is chosen; only an engine in this process has them (runtime/step/processors.py).
 
     `tap` keeps the values of this request that the engine was started to tap (EngineConfig.tap).
 
@@ -118,6 +122,7 @@ class SamplingParams:
     tbt_ms: float | None = None
     tap: bool = False
     best_of: int | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -130,6 +135,7 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         if is_among(self.best_of, (1, self.n)):  # it asks for nothing
             object.__setattr__(self, "best_of", None)
+        check_processors(self.logits_processors)
         self._check_numbers()
         self._check_ends()
         self._check_rules()

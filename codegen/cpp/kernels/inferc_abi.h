@@ -28,11 +28,13 @@ struct InfercExchange {
 struct InfercHost {
   uint64_t abi;
   void* context;  // the argument that both calls get
-  // After each observable node (program.json "observable"): rows of `row_bytes` bytes at `data`, `stride` bytes apart.
+  // After each observable node (program.json "observable"): rows of `row_bytes` bytes at `data`, `stride` bytes apart,
+  // which it may change.
   void (*observe)(void* context, int32_t node, int32_t layer, const void* data, int64_t rows, int64_t stride);
   void (*collective)(void* context, int32_t op, int32_t group, void* data, int64_t count);
   int64_t ranks[INFERC_GROUPS];  // the rank of this process in each group
-  const struct InfercTaps* taps;  // null, or the values that the step copies; `observe` is then not called
+  const struct InfercTaps* taps;  // null, or the values that the step copies
+  int64_t observed_node;          // the only node that `observe` is called for, or -1: all
 };
 
 // The rows of nodes that a step copies. For each node, by its number in program.json "observable": where its values

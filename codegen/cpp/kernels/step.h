@@ -109,13 +109,14 @@ struct Step {
   // there is a barrier anyway before the memory is written again.
   template <class T>
   INLINE void observe(Team& team, i64 node, i64 layer, Rows<T> value, i64 count) const {
-    if (!host || !(host->taps ? host->taps->places[node] >= 0 : host->observe != nullptr)) return;
+    if (!host) return;
+    const bool taps = host->taps && host->taps->places[node] >= 0;
+    const bool shows = host->observe && (host->observed_node < 0 || host->observed_node == node);
+    if (!taps && !shows) return;
     const i64 stride = value.stride * i64(sizeof(T));
     team.barrier();
-    if (host->taps) {
-      if (team.tid == 0) tap(*host->taps, node, value.data, count, stride);
-      return;
-    }
+    if (taps && team.tid == 0) tap(*host->taps, node, value.data, count, stride);
+    if (!shows) return;
     if (team.tid == 0) host->observe(host->context, i32(node), i32(layer), value.data, count, stride);
     team.barrier();
   }

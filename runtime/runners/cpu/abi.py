@@ -40,6 +40,7 @@ class InfercHost(Structure):
         ("collective", COLLECTIVE),
         ("ranks", c_int64 * 2),
         ("taps", c_void_p),
+        ("observed_node", c_int64),
     ]
 
 

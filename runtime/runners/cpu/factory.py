@@ -24,6 +24,7 @@ ALONE: frozenset[Capability] = IN_RANKS | {
     "grammars",
     "kv_disk",
     "kv_evict_heavy_hitters",
+    "logits_processors",
     "observe",
     "taps",
 }

@@ -35,7 +35,7 @@ from inferc.runtime.runners.hidden_rows import hidden_rows
 from inferc.runtime.runners.nodes import Node
 from inferc.runtime.runners.step_worker import StepWorker
 from inferc.runtime.step.limits import StepLimits, outside
-from inferc.runtime.step.plan import F32, I32, I64, Copies, Rows, StepPlan, StepResult
+from inferc.runtime.step.plan import F32, I32, I64, Copies, RowChange, Rows, StepPlan, StepResult
 from inferc.system.file_map import back, map_file
 from inferc.system.resources import available_memory_bytes
 from inferc.system.topology import cores_to_pin, memory_on, nodes_of, read_cores
@@ -191,7 +191,9 @@ class CpuRunner:
             plan.masks.begin(self._last_ids)
         for group, each in enumerate(plan.copies):
             self._copy(group, each)
-        host = self._host if taps is None else self._tapping(taps)
+        host = self._host if taps is None else self._new_host(taps.pointer)
+        if plan.processed is not None:
+            host = self._processing(plan.processed, taps)
         self._step(inputs, host)
         result = StepResult(np.zeros(0, np.int32), hidden=inputs.hidden_out)
         if sample is not None:
@@ -298,14 +300,10 @@ class CpuRunner:
         table = {entry.id: entry for entry in self._artifact.program.observable}
 
         def observe(_: int, node: int, layer: int, data: int, rows: int, stride: int) -> None:
-            entry = table[node]
-            dtype = NUMPY_DTYPES[entry.dtype]
-            width = int(np.prod(entry.shape, dtype=np.int64))
-            size = stride * (rows - 1) + width * dtype.itemsize if rows else 0
-            flat = memoryview((ctypes.c_char * size).from_address(data))
-            value: NDArray[Any] = np.ndarray((rows, width), dtype, flat, strides=(stride, dtype.itemsize))
             assert observer is not None
-            observer(entry, layer, value.reshape(rows, *entry.shape).copy())
+            observer(
+                table[node], layer, _value(table[node], data, rows, stride).reshape(rows, *table[node].shape).copy()
+            )
 
         self._observe(observe if observer is not None else None)
 
@@ -355,9 +353,16 @@ class CpuRunner:
         """Copy the values of these nodes for the tapped rows of every plan."""
         self._tables = Tables(self._artifact.program, nodes)
 
-    def _tapping(self, taps: StepTaps) -> abi.InfercHost:
-        """Return the host struct of a step with taps."""
-        return self._new_host(taps.pointer)
+    def _processing(self, processed: RowChange, taps: StepTaps | None) -> abi.InfercHost:
+        """Return the host struct of a step some of whose logits are changed before they are sampled."""
+        logits, first = self._artifact.program.observable[-1], 0  # the LM head is the last node
+
+        def observe(_: int, node: int, layer: int, data: int, rows: int, stride: int) -> None:
+            nonlocal first
+            processed.apply(_value(logits, data, rows, stride), first)
+            first += rows
+
+        return self._new_host(None if taps is None else taps.pointer, abi.OBSERVE(observe), logits.id)
 
     def back_cache(self) -> bool:
         """Have the system back the next BACKED_AT_ONCE bytes of the KV cache; return False when none are left.
@@ -392,9 +397,10 @@ class CpuRunner:
         self._collective = abi.COLLECTIVE(self._collectives) if self._collectives.groups else abi.COLLECTIVE()
         self._host = self._new_host(None) if self._collectives.groups or self._observed else None
 
-    def _new_host(self, taps: int | None) -> abi.InfercHost:
+    def _new_host(self, taps: int | None, observed: Any = None, node: int = -1) -> abi.InfercHost:
+        """Return a host struct; observed: what is called for one node, instead of the observer."""
         ranks = (ctypes.c_int64 * len(GROUPS))(*self._collectives.ranks)
-        return abi.InfercHost(abi.ABI, None, self._observed, self._collective, ranks, taps)
+        return abi.InfercHost(abi.ABI, None, observed or self._observed, self._collective, ranks, taps, node)
 
     def close(self) -> None:
         """Finish the queued steps, then stop the threads and free the memory."""
@@ -405,6 +411,15 @@ class CpuRunner:
         self._collectives.check()
         if code:
             raise InfercError(f"{what} refused its arguments (check at line {code} of the compiled unit)")
+
+
+def _value(entry: Observable, data: int, rows: int, stride: int) -> NDArray[Any]:
+    """Return the rows of a node's value, flat, in the memory of the step."""
+    dtype = NUMPY_DTYPES[entry.dtype]
+    width = int(np.prod(entry.shape, dtype=np.int64))
+    size = stride * (rows - 1) + width * dtype.itemsize if rows else 0
+    flat = memoryview((ctypes.c_char * size).from_address(data))
+    return np.ndarray((rows, width), dtype, flat, strides=(stride, dtype.itemsize))
 
 
 def _check_inputs(artifact: CompiledForCpu) -> None:

@@ -26,7 +26,7 @@ class OnnxRunnerFactory:
     """The factory of the runner of the onnx targets on a CPU."""
 
     def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
-        return frozenset(("grammars",))
+        return frozenset(("grammars", "logits_processors"))
 
     def open(self, request: RunnerRequest) -> OpenedRunner:
         artifact = request.artifact
@@ -44,7 +44,7 @@ class GpuRunnerFactory:
     waits_for_weights: bool = False
 
     def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
-        return frozenset(("grammars",))
+        return frozenset(("grammars", "logits_processors"))
 
     def open(self, request: RunnerRequest) -> OpenedRunner:
         if self.waits_for_weights:

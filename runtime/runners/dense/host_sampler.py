@@ -44,6 +44,9 @@ class HostSampler:
     def sample(self, plan: StepPlan, logits: F32) -> StepResult:
         """Choose one id for each row of logits [S, vocab_size]."""
         rows = plan.sample
+        if plan.processed is not None:
+            logits = logits.copy()
+            plan.processed.apply(logits)
         raw = logits
         if plan.masks is not None:
             plan.masks.wait()

@@ -137,7 +137,7 @@ def logits_on_arm(artifact: Artifact, isa: str, plan: StepPlan) -> Tensor:
     vocab = artifact.vocab_size
     logits = put(np.full((rows, vocab), np.nan, np.float32))
     record = put(np.array([logits_of(artifact).id, 4 * vocab, logits], np.int64))
-    host = put(abi.InfercHost(abi.ABI, record, abi.OBSERVE(process.symbol("record"))))
+    host = put(abi.InfercHost(abi.ABI, record, abi.OBSERVE(process.symbol("record")), observed_node=-1))
     score = abi.ScoreArgs(None, vocab, *(put(np.zeros(rows, np.int32)) for _ in range(3)))
     score.step = ctypes.cast(stored, ctypes.POINTER(abi.StepArgs))
     assert process.call("inferc_step", host, stored, arena) == 0

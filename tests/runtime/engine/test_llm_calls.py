@@ -141,7 +141,7 @@ def test_engine_options_of_others_are_refused_by_name(tiny_artifact: Path, optio
 def test_sampling_parameters_are_refused_by_name(values: dict[str, Any], told: str) -> None:
     with pytest.raises(RequestError, match=told):
         SamplingParams(**values)
-    SamplingParams(best_of=1, use_beam_search=False, logits_processors=None, detokenize=True)  # type: ignore[call-arg]
+    SamplingParams(best_of=1, use_beam_search=False, logits_processors=None, detokenize=True)  # type: ignore[arg-type, call-arg]
 
 
 def test_chat_takes_variables_and_tools_of_the_template(llm: LLM) -> None:
