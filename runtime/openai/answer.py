@@ -92,6 +92,7 @@ class Answer:
     """The outputs for one prompt, with its token counts; cached_tokens were found in the prefix cache.
 
     reasoning: that of each output, and how many tokens it has together; None: it is not told from the text.
+    prompt_rows: the log probabilities of the prompt's tokens but the first, if they were asked for.
     """
 
     prompt_tokens: int
@@ -99,6 +100,7 @@ class Answer:
     outputs: Sequence[CompletionOutput]
     reasoning: Sequence[str] = ()
     reasoning_tokens: int | None = None
+    prompt_rows: Sequence[Logprobs] = ()
 
     @property
     def usage(self) -> Usage:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias, final
 from inferc.errors import ConfigError, GenerationError, InfercError, ObjectiveError, RequestError
 from inferc.runtime.engine.llm import LLM
 from inferc.runtime.engine.request_output import CompletionOutput, RequestOutput
-from inferc.runtime.openai.answer import Answer, Token, error_body, response_body
+from inferc.runtime.openai.answer import Answer, Token, error_body, prompt_rows, response_body
 from inferc.runtime.openai.batch_file import BatchInput, BatchOutput, BatchRequest, Line
 from inferc.runtime.openai.reasoning import Shown, with_reasoning
 from inferc.runtime.openai.reasoning_wishes import as_the_model_can
@@ -126,14 +126,15 @@ def _answer(result: RequestOutput | InfercError, reasoning: Reasoning | None, sh
     if isinstance(result, InfercError):
         return result
     counts = (len(result.prompt_token_ids), result.num_cached_tokens)
+    rows = [row for row in result.prompt_logprobs or () if row is not None]
     if reasoning is None:
-        return Answer(*counts, result.outputs)
+        return Answer(*counts, result.outputs, prompt_rows=rows)
     told = [reasoning.told(each.text, each.token_ids, each.finish_reason) for each in result.outputs]
     outputs = result.outputs
     if shown != "in_text":
         outputs = [replace(output, text=each.text) for output, each in zip(outputs, told, strict=True)]
     thoughts = [each.reasoning for each in told] if shown == "apart" else []
-    return Answer(*counts, outputs, thoughts, sum(each.num_tokens for each in told))
+    return Answer(*counts, outputs, thoughts, sum(each.num_tokens for each in told), rows)
 
 
 def take_all(results: queue.SimpleQueue[Any], timeout: float | None = None) -> Iterator[Any]:
@@ -249,6 +250,7 @@ class BatchRun:
                 raise job.error
             body = response_body(job.request, answers, name, self.backend.model, int(time.time()), self.backend.token)
             self._separate(job, answers, body["choices"])
+            self._add_prompts(job, answers, body)
             body |= {"warnings": job.request.warnings} if job.request.warnings else {}
         except OF_A_REQUEST as error:
             self._write(job.asked, *error_body(error))
@@ -264,6 +266,18 @@ class BatchRun:
                 choices[index] = with_said(choice, said)
         for index, reasoning in enumerate(each for answer in answers for each in answer.reasoning):
             choices[index] = with_reasoning(choices[index], reasoning)
+
+    def _add_prompts(self, job: Job, answers: Sequence[Answer], body: dict[str, Any]) -> None:
+        """Add the log probabilities of prompts, if they were asked for: to each choice, in a chat to the answer."""
+        if job.request.prompt_logprobs is None:
+            return
+        token, count = self.backend.token, len(body["choices"]) // len(answers)
+        of_prompts = [{"prompt_logprobs": [None, *prompt_rows(answer.prompt_rows, token)]} for answer in answers]
+        if job.request.kind == "chat":
+            body |= of_prompts[0]
+            return
+        for index, choice in enumerate(body["choices"]):
+            choice |= of_prompts[index // count]
 
     def _write(self, asked: BatchRequest, status: int, body: Mapping[str, Any]) -> None:
         self.output.append(asked, f"req_{secrets.token_hex(12)}", status, body)

@@ -71,7 +71,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "mirostat": (None, 0),
     "detokenize": (None, True),
     "spaces_between_special_tokens": (None, True),
-    "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
     "add_generation_prompt": (None, True),
     "stream_reasoning": (None, True),
@@ -82,7 +81,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
 SERVED = frozenset(
     (
         "echo",
-        "prompt_logprobs",
         "priority",
         "return_token_ids",
         "chat_template_kwargs",

@@ -113,7 +113,8 @@ class InferenceService:
         if top := protocol.num_top(request, "prompt_logprobs", 0):
             name = protocol.request_id(request)
             check_entries(len(prompt) * (1 + top))
-            rows = (await model.score(prompt, top, name, cache_salt=params.cache_salt)).rows
+            if len(prompt) > 1:  # the first token has nothing before it
+                rows = (await model.score(prompt, top, name, cache_salt=params.cache_salt)).rows
         usage = pb.Usage(prompt_tokens=len(prompt))
         running, num_likely = params.n, 0
         # The stream is also closed when the client left or its deadline passed, which frees its KV blocks at once.

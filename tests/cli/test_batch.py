@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from batches import CHAT, EMBEDDINGS, num_lines, responses, row, texts, write_rows
 from command_line import run_inferc
+from http_calls import request
 from serving import ENV, INFERC, Server, wait_until
 
 from inferc import LLM, SamplingParams
@@ -63,6 +64,36 @@ def many(tmp_path: Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------- answers
+
+
+def test_log_probabilities_of_prompts_are_those_of_a_server(
+    tiny_artifact: Path, served: str, url: str, tmp_path: Path
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": ["def add(", [5]], "n": 2, "prompt_logprobs": 2, **GREEDY}),
+        ("/v1/completions", {"prompt": "for i in", "prompt_logprobs": 0, **GREEDY}),
+        (CHAT, {**chat, "prompt_logprobs": 1}),
+    ]
+    rows = [row(str(number), body, path) for number, (path, body) in enumerate(bodies)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    engines: tuple[Path | str, ...] = (tiny_artifact, served)
+    for number, engine in enumerate(engines):
+        out = tmp_path / f"out-{number}.jsonl"
+        assert run(source, out, engine)["failed"] == 0, out.read_text()
+        answers = responses(out)
+        for name, (path, body) in enumerate(bodies):
+            found, wanted = answers[str(name)]["body"], request(url, path, body).json
+            both = [(found, wanted)] if path == CHAT else list(zip(found["choices"], wanted["choices"], strict=True))
+            for ours, theirs in both:
+                assert [row and row.keys() for row in ours["prompt_logprobs"]] == [
+                    row and row.keys() for row in theirs["prompt_logprobs"]
+                ]
+                for one, other in zip(ours["prompt_logprobs"], theirs["prompt_logprobs"], strict=True):
+                    for token in one or ():
+                        assert one[token]["rank"] == other[token]["rank"]
+                        assert one[token]["logprob"] == pytest.approx(other[token]["logprob"], abs=1e-5)
+    assert answers["0"]["body"]["choices"][3]["prompt_logprobs"] == [None]
 
 
 def test_every_kind_of_request_by_artifact_and_by_server(tiny_artifact: Path, served: str, tmp_path: Path) -> None:

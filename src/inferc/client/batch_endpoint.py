@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -124,6 +125,8 @@ class EndpointBackend:
             values["unlimited"] = True
         if request.tools is not None:
             values["tools"] = request.tools
+        if (top := request.prompt_logprobs) is not None:  # the messages have 0 as no request for them
+            values["prompt_logprobs"] = max(top, 1)
         count = request.num_sequences
         self._count_waiting(count)
         done = self._pool.submit(self._work, prompt, values, count, request.params)
@@ -207,6 +210,7 @@ class _Pending:
     def __init__(self, count: int) -> None:
         self._outputs = [CompletionOutput(index) for index in range(count)]
         self._said = [Said() for _ in range(count)]
+        self._prompt_rows: list[Logprobs] = []
         self._usage = pb.Usage()
         self.num_started = 0
 
@@ -224,6 +228,7 @@ class _Pending:
             output.tool_calls = said.calls
         if delta.logprobs:
             output.logprobs = (output.logprobs or []) + [_logprobs(each) for each in delta.logprobs]
+        self._prompt_rows += [_logprobs(each) for each in delta.prompt_logprobs]
         self._usage = delta.usage or self._usage
         self.num_started += is_first
         return int(is_first)
@@ -233,7 +238,8 @@ class _Pending:
         is_told = usage.HasField("reasoning_tokens")
         thoughts = [output.reasoning for output in outputs] if is_told else []
         count = usage.reasoning_tokens if is_told else None
-        return Answer(usage.prompt_tokens, usage.cached_tokens, outputs, thoughts, count)
+        rows = [replace(row, top=row.top[: params.prompt_logprobs]) for row in self._prompt_rows]
+        return Answer(usage.prompt_tokens, usage.cached_tokens, outputs, thoughts, count, rows)
 
 
 def _logprobs(row: pb.TokenLogprobs) -> Logprobs:

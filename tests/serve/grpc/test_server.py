@@ -200,6 +200,11 @@ def test_a_long_text_keeps_nobody_waiting(served: str, client: Client) -> None:
         assert checks > 3 and len(long.result()) > 100_000
 
 
+def test_of_a_prompt_of_one_token_nothing_is_scored(client: Client) -> None:
+    deltas = list(client.generate([5], max_tokens=2, ignore_eos=True, prompt_logprobs=1))
+    assert deltas[-1].finish_reason == "length" and not any(delta.prompt_logprobs for delta in deltas)
+
+
 def test_a_request_that_leaves_nothing_to_choose_is_refused(client: Client) -> None:
     with pytest.raises(RequestError, match="nothing is left to choose"):
         client.complete("abc", allowed_token_ids=[1], min_tokens=1)
