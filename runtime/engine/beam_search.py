@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from inferc.errors import RequestError
 from inferc.runtime.engine.request_output import RequestOutput
-from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams
+from inferc.runtime.step.sampling_params import MAX_LOGPROBS, SamplingParams, changed
 from inferc.runtime.text.tokenizer import Text
 
 Likely: TypeAlias = Sequence[tuple[int, float]]  # the most likely next tokens, with their log probabilities
@@ -41,6 +41,7 @@ class BeamSearchParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -145,8 +146,8 @@ def begin(
             f"beam_width is {params.beam_width}: with {len(set(stops))} end tokens it needs the {wanted} likeliest"
             f" tokens of a step, and {MAX_LOGPROBS} are told; make it smaller"
         )
-    salt = params.cache_salt
-    return found, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=wanted, cache_salt=salt)
+    step = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=wanted)
+    return found, changed(step, cache_salt=params.cache_salt, adapter=params.adapter)
 
 
 def search(

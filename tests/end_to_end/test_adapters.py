@@ -15,6 +15,7 @@ from random_models import make_random_model
 from inferc import LLM, CompileConfig, SamplingParams
 from inferc.compiler.build import compile
 from inferc.errors import RequestError
+from inferc.runtime.engine.beam_search import BeamSearchParams
 
 PROMPTS = [[5, 9, 17, 3], [4, 80, 22, 7, 91, 6, 2, 2, 14, 33], [101, 7]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1, ignore_eos=True)
@@ -128,6 +129,16 @@ def test_the_scores_of_a_text_are_the_adapters(adapted: Path, llm: LLM) -> None:
     found = llm.score(PROMPTS[1], adapter="everything").logprobs
     assert found == pytest.approx(expected.tolist(), abs=2e-5)
     assert llm.score(PROMPTS[1]).logprobs != pytest.approx(expected.tolist(), abs=1e-2)
+
+
+def test_beams_are_searched_with_an_adapter(adapted: Path, llm: LLM) -> None:
+    found = llm.beam_search(
+        [{"prompt_token_ids": PROMPTS[0]}], BeamSearchParams(3, max_tokens=6, ignore_eos=True, adapter="everything")
+    )[0]
+    best = _reference(adapted / "merged" / "everything").generate(
+        torch.tensor([PROMPTS[0]]), num_beams=3, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert found.sequences[0].token_ids == best[0, len(PROMPTS[0]) :].tolist()
 
 
 def test_adapters_come_and_go_while_others_are_served(adapted: Path, tiny_llama_folder: Path) -> None:
