@@ -27,6 +27,7 @@ OF_EXTRAS = frozenset(
         "httptools",
         "hypothesis",
         "jsonschema",
+        "llguidance",
         "matplotlib",
         "onnx",
         "onnx_ir",

@@ -33,7 +33,6 @@ ADAPTERS = NO_OPTION % (
     "compile the model with room for adapters (inferc.CompileConfig(adapter_rank=16)), load them by"
     " adapters=['NAME=PATH'], and name one in SamplingParams(adapter='NAME')"
 )
-GRAMMARS = "is not built yet: answers are held to a form by xgrammar; leave it out"
 COMPILES = "the options of a compile are those of inferc.CompileConfig; leave it out"
 OUTSIDE = "a model runs in this process, and a server has options of its own: inferc serve --help; leave it out"
 Asks: TypeAlias = tuple[tuple[Any, ...], str]  # the values of an option that ask for nothing; why others are refused
@@ -99,9 +98,6 @@ ENGINE: dict[str, Asks] = {
     **_all("enable_lora", (False,), ADAPTERS),
     **_all("lora_modules max_loras max_lora_rank max_cpu_loras", (), ADAPTERS),
     **_all("speculative_model num_speculative_tokens", (), DRAFTS),
-    **_all(
-        "structured_outputs_config guided_decoding_backend", ("auto", "xgrammar", {"backend": "xgrammar"}), GRAMMARS
-    ),
     **_all("reasoning_parser", ("",), "is not built yet: an answer's thoughts are part of its text; leave it out"),
     **_all("logits_processors", ([],), "belongs to a request: SamplingParams(logits_processors=[…])"),
     **_all("compilation_config attention_backend attention_config optimization_level", (), NO_OPTION % COMPILES),
@@ -145,6 +141,8 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
             found[RENAMED[name]] = value
         elif name == "speculative_config":
             found.update(_speculate(value))
+        elif name in ("structured_outputs_config", "guided_decoding_backend", "structured_outputs_backend"):
+            found["structured_outputs_backend"] = _backend(name, value)
         elif name not in ENGINE:
             found[name] = value
         elif not is_among(value, ENGINE[name][0]):
@@ -173,6 +171,26 @@ def _speculate(config: Any) -> dict[str, Any]:
         )
     count = config.get("num_speculative_tokens")
     return {"speculate": method, **({} if count is None else {"speculate_tokens": count})}
+
+
+def backend_name(option: str, value: Any) -> str:
+    """Return our name of a library that holds answers to forms, which vLLM calls guidance or xgrammar.
+
+    Raises ConfigError for another one.
+    """
+    name = "llguidance" if value == "guidance" else value
+    if name not in ("auto", "xgrammar", "llguidance"):
+        raise ConfigError(f"{option}: expected auto, xgrammar or llguidance, found {shown(value)}")
+    return str(name)
+
+
+def _backend(option: str, value: Any) -> str:
+    """Return our option for vLLM's of the same meaning. Raises ConfigError for what is not built."""
+    if isinstance(value, Mapping):
+        if unknown := [name for name, each in value.items() if name != "backend" and each]:
+            raise ConfigError(f"{option}: {unknown[0]} is no option here: a request says what it wants; leave it out")
+        value = value.get("backend")
+    return backend_name(option, "auto" if value is None else value)
 
 
 def refuse(call: str, given: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.engine.scoring import Pooling
 from inferc.runtime.engine.speculative import DraftModel, check_together, make_speculation
+from inferc.runtime.grammar.backend import choose_backend
 from inferc.runtime.grammar.compiler import GrammarCompiler
 from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.grammar.vocabulary import Vocabulary
@@ -66,6 +67,12 @@ _ASKED = (
         lambda config: config.speculate if config.speculate != "none" else None,
         "drafts",
         "its steps sample one token of a sequence",
+    ),
+    _Asked(
+        "--structured-outputs-backend",
+        lambda config: config.structured_outputs_backend if config.structured_outputs_backend != "auto" else None,
+        "grammars",
+        "its answers are not held to a form",
     ),
     _Asked("--kv-evict", lambda config: config.kv_evict, "kv_evict", _NO_BLOCKS),
     _Asked("--kv-events", lambda config: config.kv_events, "kv_events", _NO_BLOCKS),
@@ -258,7 +265,10 @@ def _make_grammars(artifact: Artifact, config: EngineConfig) -> Grammars | None:
 
         return Vocabulary.of(Text(artifact.tokenizer), artifact.vocab_size, ends)
 
-    return Grammars(GrammarCompiler(vocabulary), config.max_num_seqs, artifact.vocab_size)
+    choice = config.structured_outputs_backend
+    if choice != "auto":
+        choose_backend(choice)
+    return Grammars(GrammarCompiler(vocabulary, choice), config.max_num_seqs, artifact.vocab_size)
 
 
 def identity(artifact: Artifact, target: str, computed_by: str, config: EngineConfig) -> Identity:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
+from inferc.config import Auto, GrammarBackend
 from inferc.errors import UnsupportedError
 from inferc.runtime.grammar.vocabulary import Vocabulary
 from inferc.runtime.step.plan import U32
 from inferc.runtime.step.structured_outputs import StructuredOutputs
 
-BackendName: TypeAlias = Literal["xgrammar"]
+MODULES: dict[GrammarBackend, tuple[str, ...]] = {"xgrammar": ("xgrammar", "tvm_ffi"), "llguidance": ("llguidance",)}
+INSTALL: dict[GrammarBackend, str] = {
+    "xgrammar": "pip install xgrammar (without torch: pip install --no-deps xgrammar apache-tvm-ffi)",
+    "llguidance": "pip install llguidance",
+}
 
 
 class Matcher(Protocol):
@@ -57,13 +62,27 @@ class Backend(Protocol):
         """Return the grammar that `compile` returned."""
 
 
-def open_backend(vocabulary: Vocabulary) -> Backend:
+def choose_backend(choice: GrammarBackend | Auto) -> GrammarBackend:
+    """Return the backend that is asked for, or for "auto" the first that is installed.
+
+    Raises UnsupportedError if it is not installed.
+    """
+    names: tuple[GrammarBackend, ...] = ("xgrammar", "llguidance") if choice == "auto" else (choice,)
+    for name in names:
+        if all(find_spec(module) is not None for module in MODULES[name]):
+            return name
+    raise UnsupportedError(
+        f"answers are held to a form by {names[0]}, which is not installed here; {INSTALL[names[0]]}"
+        + (f", or {INSTALL[names[1]]}" if len(names) > 1 else "")
+    )
+
+
+def open_backend(vocabulary: Vocabulary, choice: GrammarBackend | Auto = "auto") -> Backend:
     """Return the backend for a vocabulary. Raises UnsupportedError if no library is installed."""
-    if find_spec("xgrammar") is None or find_spec("tvm_ffi") is None:
-        raise UnsupportedError(
-            "answers are held to a form by xgrammar, which is not installed here; pip install xgrammar"
-            " (without torch: pip install --no-deps xgrammar apache-tvm-ffi)"
-        )
+    if choose_backend(choice) == "llguidance":
+        from inferc.runtime.grammar.llguidance import Llguidance
+
+        return Llguidance(vocabulary)
     from inferc.runtime.grammar.xgrammar import XGrammar
 
     return XGrammar(vocabulary)

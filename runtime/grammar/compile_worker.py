@@ -7,6 +7,7 @@ import sys
 
 import msgspec
 
+from inferc.config import GrammarBackend
 from inferc.errors import InfercError, RequestError
 from inferc.runtime.grammar.backend import open_backend
 from inferc.runtime.grammar.vocabulary import Vocabulary
@@ -18,14 +19,14 @@ NICENESS = 5  # steps of other requests go first
 
 
 def begin(first: bytes) -> Answer:
-    """Take the vocabulary, and return what compiles grammars for it."""
+    """Take the backend's name and the vocabulary, and return what compiles grammars for it."""
     os.nice(NICENESS)
-    vocabulary = msgspec.msgpack.decode(first, type=Vocabulary)
+    name, vocabulary = msgspec.msgpack.decode(first, type=tuple[GrammarBackend, Vocabulary])
 
     def answer(question: bytes) -> bytes:
         try:
             wanted = msgspec.msgpack.decode(question, type=StructuredOutputs)
-            return COMPILED + open_backend(vocabulary).compile(wanted)
+            return COMPILED + open_backend(vocabulary, name).compile(wanted)
         except RequestError as error:
             return REFUSED + str(error).encode(errors="backslashreplace")
         except InfercError as error:

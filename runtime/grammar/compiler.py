@@ -9,8 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
+from inferc.config import Auto, GrammarBackend
 from inferc.errors import RequestError, UnsupportedError
-from inferc.runtime.grammar.backend import Backend, CompiledGrammar, open_backend
+from inferc.runtime.grammar.backend import Backend, CompiledGrammar, choose_backend, open_backend
 from inferc.runtime.grammar.compile_worker import COMPILED, REFUSED
 from inferc.runtime.grammar.spelling import Spelling
 from inferc.runtime.grammar.vocabulary import Vocabulary
@@ -29,13 +30,18 @@ class GrammarCompiler:
     make_vocabulary: called once, on the first grammar, on another thread. It is thread-safe.
     """
 
-    def __init__(self, make_vocabulary: Callable[[], Vocabulary], limits: WorkerLimits = LIMITS) -> None:
-        self._make_vocabulary, self._limits = make_vocabulary, limits
+    def __init__(
+        self,
+        make_vocabulary: Callable[[], Vocabulary],
+        choice: GrammarBackend | Auto = "auto",
+        limits: WorkerLimits = LIMITS,
+    ) -> None:
+        self._make_vocabulary, self._choice, self._limits = make_vocabulary, choice, limits
         self._lock = threading.Lock()  # held for moments: the engine's thread takes it
         self._opening = threading.Lock()
         self._backend: Backend | None = None
         self.spelling: Spelling | None = None  # of the vocabulary, once a grammar was compiled
-        self._first = b""  # the vocabulary, as the processes get it
+        self._first = b""  # the backend and the vocabulary, as the processes get it
         self._pool = ThreadPoolExecutor(AT_ONCE, "inferc-grammar")
         self._idle: list[WorkerProcess] = []
         self._processes: list[WorkerProcess] = []
@@ -84,8 +90,9 @@ class GrammarCompiler:
         with self._opening:
             if self._backend is None:
                 vocabulary = self._make_vocabulary()
-                self._first = msgspec.msgpack.encode(vocabulary)
-                self._backend = open_backend(vocabulary)
+                name = choose_backend(self._choice)
+                self._first = msgspec.msgpack.encode((name, vocabulary))
+                self._backend = open_backend(vocabulary, name)
                 self.spelling = Spelling(vocabulary.tokens)
         with self._lock:
             if not self._idle:

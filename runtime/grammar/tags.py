@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
 
 from inferc.errors import RequestError, nearest, shown
-from inferc.runtime.grammar.schema.exact import exact_schema
 
 Node: TypeAlias = Mapping[str, Any]
+Rewrite: TypeAlias = Callable[[Any, Any], Any]
 
 # The kinds of formats, and the field in which each has another one, or a list of others; None: none of either.
 LEAVES = ("const_string", "json_schema", "any_text", "grammar", "regex", "token", "exclude_token", "any_tokens")
@@ -25,20 +25,21 @@ MAX_LABEL = 100  # characters of a client's name in messages: those of a tool's 
 LABEL = "label"  # of a json_schema: its name in messages, in place of where it is
 
 
-def exact_tag(value: Any, max_whitespace: int) -> dict[str, Any]:
-    """Return a structural tag as xgrammar reads it, with each schema rewritten so that it admits what it should.
+def checked_tag(value: Any, max_whitespace: int, rewrite: Rewrite) -> dict[str, Any]:
+    """Return a structural tag in xgrammar's notation, with each schema rewritten so that it admits what it should.
 
     value: xgrammar's form, an object with `format`, or OpenAI's first one with `structures` and `triggers`.
-    max_whitespace: the most spaces and line breaks in a row in JSON. Raises RequestError for what cannot be held to.
+    max_whitespace: the most spaces and line breaks in a row in JSON. rewrite: returns what stands for a schema, which
+    it gets with that number. Raises RequestError for what cannot be held to.
     """
     if not isinstance(value, Mapping):
         raise RequestError(f"expected an object with a format, found {shown(value)}")
     if "structures" in value:
-        return {"type": "structural_tag", "format": _format(_of_structures(value), "#", max_whitespace, 0)}
+        return {"type": "structural_tag", "format": _format(_of_structures(value), "#", max_whitespace, rewrite, 0)}
     if "format" not in value:
         found = ", ".join(map(_named, islice(value, 5))) or "nothing"
         raise RequestError(f"expected an object with a format, found one with {found}")
-    return {"type": "structural_tag", "format": _format(value["format"], "#/format", max_whitespace, 0)}
+    return {"type": "structural_tag", "format": _format(value["format"], "#/format", max_whitespace, rewrite, 0)}
 
 
 def _of_structures(value: Node) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def _of_structures(value: Node) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _format(node: Any, place: str, max_whitespace: int, depth: int) -> dict[str, Any]:
+def _format(node: Any, place: str, max_whitespace: int, rewrite: Rewrite, depth: int) -> dict[str, Any]:
     if not isinstance(node, Mapping):
         raise RequestError(f"{place}: expected an object with a type, found {shown(node)}")
     kind = node.get("type")
@@ -65,32 +66,32 @@ def _format(node: Any, place: str, max_whitespace: int, depth: int) -> dict[str,
     if depth == MAX_DEPTH:
         raise RequestError(f"{place}: formats are within one another more than {MAX_DEPTH} times")
     if kind == "json_schema":
-        return _schema(node, place, max_whitespace)
+        return _schema(node, place, max_whitespace, rewrite)
     name = HELD[kind]
     if name is None:
         return dict(node)
     held, at = node.get(name), f"{place}/{name}"
     if name == "content":
-        return {**node, name: _format(held, at, max_whitespace, depth + 1)}
+        return {**node, name: _format(held, at, max_whitespace, rewrite, depth + 1)}
     if not isinstance(held, list) or not held:
         raise RequestError(f"{at}: expected a list of at least one format, found {shown(held)}")
-    formats = [_format(each, f"{at}/{index}", max_whitespace, depth + 1) for index, each in enumerate(held)]
+    formats = [_format(each, f"{at}/{index}", max_whitespace, rewrite, depth + 1) for index, each in enumerate(held)]
     return {**node, name: formats}
 
 
-def _schema(node: Node, place: str, max_whitespace: int) -> dict[str, Any]:
+def _schema(node: Node, place: str, max_whitespace: int, rewrite: Rewrite) -> dict[str, Any]:
     known = ("type", "json_schema", "style", "max_whitespace_cnt", LABEL)
     if unknown := [name for name in node if name not in known]:
         raise RequestError(f"{place}/{_named(unknown[0])}: it is not built; leave it out")
     if node.get("style", "json") != "json":
         raise RequestError(f"{place}/style: {shown(node['style'])} is not built; leave it out, for JSON")
+    most = node.get("max_whitespace_cnt", max_whitespace)
     try:
-        schema = exact_schema(node.get("json_schema"))
+        schema = rewrite(node.get("json_schema"), most)
     except RequestError as error:
         label = node.get(LABEL)
         where = _named(label) if isinstance(label, str) and label else f"{place}/json_schema"
         raise RequestError(f"{where}: {error}") from None
-    most = node.get("max_whitespace_cnt", max_whitespace)
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}
 
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from inferc.arena import mask_words
 from inferc.errors import RequestError, UnsupportedError
+from inferc.runtime.grammar.forms import MAX_WHITESPACE, NO_ANSWER, parsed
 from inferc.runtime.grammar.schema.exact import exact_schema
-from inferc.runtime.grammar.tags import exact_tag
+from inferc.runtime.grammar.tags import checked_tag
 from inferc.runtime.grammar.vocabulary import Vocabulary
 from inferc.runtime.step.plan import U32
 from inferc.runtime.step.structured_outputs import StructuredOutputs
@@ -29,8 +30,6 @@ RAW = 0  # tokens are given as the bytes that they stand for
 ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 NO_THREADS, NO_LIMIT = 1, -1
 PARTS_BYTES = 128 << 20  # of the parts of grammars that xgrammar keeps, since others may have them too
-# The most spaces and line breaks in a row in JSON: a model may indent it, and does not go on with spaces for ever.
-MAX_WHITESPACE = 20
 TOKEN = "token"  # in the text of a structural tag that may name tokens
 MAX_PLACE = 300  # characters of the library's message
 LARK = "Lark error at "
@@ -148,7 +147,7 @@ class XGrammar:
     def _grammar(self, wanted: StructuredOutputs) -> Any:
         source, grammar = wanted.source, self._library.grammar
         if wanted.kind == "json":
-            return self._json(json.dumps(exact_schema(_parsed(source)), ensure_ascii=False), wanted)
+            return self._json(json.dumps(exact_schema(parsed(source)), ensure_ascii=False), wanted)
         if wanted.kind == "json_object":
             return self._json(ANY_OBJECT, wanted)
         if wanted.kind == "structural_tag":
@@ -169,14 +168,15 @@ class XGrammar:
 
     def _tag(self, wanted: StructuredOutputs) -> str:
         most = 0 if wanted.disable_any_whitespace else MAX_WHITESPACE
-        return json.dumps(exact_tag(_parsed(wanted.source), most), ensure_ascii=False)
+        tag = checked_tag(parsed(wanted.source), most, lambda schema, _: exact_schema(schema))
+        return json.dumps(tag, ensure_ascii=False)
 
     def _check_admits(self, made: Any) -> None:
         """Raise RequestError for a grammar with which no first token could be chosen."""
         bits = np.zeros((1, mask_words(len(self._vocabulary.tokens))), np.uint32)
         Grammar(self._library, made).matcher().fill(bits, 0)
         if not bits.any():
-            raise RequestError("it admits no answer, not even an empty one; see how it begins")
+            raise RequestError(NO_ANSWER)
 
     def load(self, data: bytes) -> Grammar:
         """Return the grammar that `compile` returned."""
@@ -218,18 +218,16 @@ class GrammarMatcher:
 
     def forced_text(self) -> str:
         """Return the text that must come next, whatever is chosen."""
-        return "" if self.is_ended else str(self._matcher.find_jump_forward_string())
+        if self.is_ended:
+            return ""
+        try:
+            return str(self._matcher.find_jump_forward_string())
+        except UnicodeDecodeError:  # it begins or ends within a character
+            return ""
 
     @property
     def is_ended(self) -> bool:
         return bool(self._matcher.is_terminated())
-
-
-def _parsed(source: str) -> Any:
-    try:
-        return json.loads(source)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"it is no JSON: {str(error)[:200]}") from None
 
 
 def _quoted(text: str) -> str:

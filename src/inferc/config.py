@@ -30,6 +30,7 @@ KVDType = Literal["bfloat16", "float32", "float16", "int8"]
 Quantize = Literal["int8", "w8a8", "fp8", "int4", "int4-g32", "int4-g64", "int4-g128"]
 Certify = Literal["auto", "full", "layers", "none"]
 Isa = Literal["avx2", "avx512", "amx", "neon", "neon_bf16"]
+GrammarBackend = Literal["xgrammar", "llguidance"]
 
 # Values of options that name something real which is not built: they are refused by name and not as typos.
 NOT_BUILT = {
@@ -234,9 +235,7 @@ class EngineConfig:
     prefix_cache: bool = True  # whether computed KV blocks are kept for sequences that begin with the same tokens
     kv_disk: str | None = None  # a folder for KV blocks that do not fit in the KV memory, kept for the next run
     kv_disk_bytes: int | Auto = "auto"  # auto: DEFAULT_BYTES of offload/disk.py, at most half of the free disk space
-    # The tokens that a sequence keeps in the KV cache: "sinks:N+window:M" or "heavy-hitters:N", see
-    # kv_groups.Eviction. None: all.
-    kv_evict: str | None = None
+    kv_evict: str | None = None  # the tokens that a sequence keeps in the KV cache, see kv_groups.Eviction; None: all
     policy: str = "fcfs"  # the order of waiting sequences, see inferc.runtime.scheduler.policies
     overcommit: bool = False  # admit sequences that fit now, even if blocks are expected to run out later
     tbt_ms: float | None = None  # the longest time of a step, in milliseconds, while a sequence decodes
@@ -246,6 +245,7 @@ class EngineConfig:
     speculate: str = "none"  # what drafts tokens: "none", "ngram" or "draft:PATH", see Speculate
     speculate_tokens: int = 15  # the most tokens that are drafted of a sequence in a step
     adapters: tuple[str, ...] = ()  # LoRA adapters to load at the start, each "NAME=PATH"
+    structured_outputs_backend: GrammarBackend | Auto = "auto"  # holds answers to forms; auto: the first installed
     record: str | None = None  # a file that every request is written to, for `inferc replay`
     tap: tuple[str, ...] = ()  # names of values to keep for requests that ask for it; `*` stands for anything
     tap_out: str | None = None  # a folder for tapped values, one file per request; None: `LLM.tapped` returns them

@@ -124,6 +124,18 @@ def test_the_tokens_are_those_of_a_choice_step_by_step(
     assert found == alone[PROMPTS[0], form, "greedy"]
 
 
+def test_both_libraries_choose_the_same_tokens(
+    tiny_artifact: Path, alone: dict[tuple[str, str, str], list[int]]
+) -> None:
+    with LLM(tiny_artifact, structured_outputs_backend="llguidance", max_num_seqs=8, num_threads=1) as other:
+        for form in FORMS:
+            for how in HOW:
+                found = ids(other.generate(PROMPTS, params_of(form, how)))
+                assert found == [alone[prompt, form, how] for prompt in PROMPTS]
+        with pytest.raises(RequestError, match=r"structured_outputs.regex: .*unclosed group"):
+            other.generate("a", SamplingParams(structured_outputs={"regex": "(a"}))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,4 +1,4 @@
-"""Documents under a schema, chosen at random by what xgrammar admits, and texts that it is asked about.
+"""Documents under a schema, chosen at random by what a library admits, and texts that it is asked about.
 
 Every byte is a token of its own here, so what is admitted depends on no vocabulary.
 """
@@ -10,8 +10,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 
 from inferc import StructuredOutputs
+from inferc.config import GrammarBackend
+from inferc.errors import UnsupportedError
 from inferc.runtime.grammar.backend import Backend, open_backend
 from inferc.runtime.grammar.vocabulary import Vocabulary
 
@@ -20,16 +23,20 @@ END = 256
 
 
 @cache
-def backend() -> Backend:
-    return open_backend(Vocabulary((*(bytes([byte]) for byte in range(END)), b""), (END,)))
+def backend(library: GrammarBackend = "xgrammar") -> Backend:
+    """Return the backend of a library; a test that needs one that is not installed is skipped."""
+    try:
+        return open_backend(Vocabulary((*(bytes([byte]) for byte in range(END)), b""), (END,)), library)
+    except UnsupportedError:
+        pytest.skip(f"{library} is not installed")
 
 
 class Walker:
     """The grammar of one schema, or of another form. Raises RequestError for a form that is refused."""
 
-    def __init__(self, schema: Any) -> None:
+    def __init__(self, schema: Any, library: GrammarBackend = "xgrammar") -> None:
         form = schema if isinstance(schema, StructuredOutputs) else StructuredOutputs(json=schema)
-        self.grammar = backend().load(backend().compile(form))
+        self.grammar = backend(library).load(backend(library).compile(form))
         self.bits = np.zeros((1, -(-(END + 1) // 32)), np.uint32)
 
     def admits(self, text: str) -> bool:

@@ -1,1 +1,1 @@
-"""JSON Schemas, rewritten into what xgrammar converts exactly."""
+"""JSON Schemas, rewritten into what libraries of grammars hold to exactly."""

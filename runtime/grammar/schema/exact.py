@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from inferc.runtime.grammar.schema.automata import TooLargeError
@@ -11,7 +11,7 @@ from inferc.runtime.grammar.schema.cases import Atom, Key
 from inferc.runtime.grammar.schema.documents import Document, refuse
 from inferc.runtime.grammar.schema.keywords import parts_of
 from inferc.runtime.grammar.schema.reader import Reader
-from inferc.runtime.grammar.schema.regex import ALL
+from inferc.runtime.grammar.schema.regex import ALL, Term
 from inferc.runtime.grammar.schema.scalars import MARK, Form
 from inferc.runtime.grammar.schema.shapes import Leaf, ListShape, Node, ObjectShape, Shape, node_of
 from inferc.runtime.grammar.schema.spelling import spelled
@@ -20,25 +20,26 @@ MOST_DEFINITIONS = 5_000
 MOST_COUNTED = 20_000  # of an object with a least or greatest number of properties, their number squared
 
 
-def exact_schema(schema: Any) -> dict[str, Any]:
-    """Return a schema that xgrammar converts exactly, and that admits nothing that `schema` does not.
+def exact_schema(schema: Any, spell: Callable[[Term], str] = spelled) -> dict[str, Any]:
+    """Return a schema that a library converts exactly, and that admits nothing that `schema` does not.
 
     It admits less in these ways. An object whose properties are named, or matched by patterns, has no others unless
     additionalProperties or unevaluatedProperties is said. Properties come in the schema's order, then those of
     patterns. Numbers between bounds have no exponent and up to six decimals. Texts that are counted beyond eight, or
-    that have a format, have no escaped character; others are spelled one way each. Its patterns are of JSON's spelling,
-    for xgrammar alone.
+    that have a format, have no escaped character; others are spelled one way each.
+
+    spell: writes a pattern for the library, and raises TooLargeError; that for xgrammar writes JSON's spelling.
 
     Raises RequestError in one line, which begins with the place, for what cannot be held to, for a schema that is
     wrong or too large, and for one that admits nothing.
     """
     document = Document(schema)
-    return _Rewriter(Reader(document, parts_of)).schema()
+    return _Rewriter(Reader(document, parts_of), spell).schema()
 
 
 class _Rewriter:
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
+    def __init__(self, reader: Reader, spell: Callable[[Term], str]) -> None:
+        self.reader, self.spell = reader, spell
         self.nodes: dict[Key, Node] = {}
         self.names: dict[Key, str] = {}
         self.marks = 0
@@ -71,7 +72,7 @@ class _Rewriter:
             key = todo.pop()
             if key in self.nodes:
                 continue
-            self.nodes[key] = node = node_of(self.reader, key)
+            self.nodes[key] = node = node_of(self.reader, key, self.spell)
             if len(self.nodes) > MOST_DEFINITIONS:
                 refuse(node.place, f"more than {MOST_DEFINITIONS} parts after rewriting; use fewer alternatives")
             for shape in node.shapes:
@@ -169,9 +170,9 @@ class _Rewriter:
             )
         return form
 
-    def name_pattern(self, shape: ObjectShape, term: Any) -> str:
+    def name_pattern(self, shape: ObjectShape, term: Term) -> str:
         try:
-            return spelled(term)
+            return self.spell(term)
         except TooLargeError:
             hint = "make the patterns simpler, or set additionalProperties to false"
             refuse(shape.place, f"the names of other properties are too long written out; {hint}")

@@ -1,9 +1,10 @@
-"""Numbers, texts and single values of one case as schemas that xgrammar converts exactly."""
+"""Numbers, texts and single values of one case as schemas that a library converts exactly."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from inferc.errors import shown
@@ -12,7 +13,6 @@ from inferc.runtime.grammar.schema.cases import Bound, Case
 from inferc.runtime.grammar.schema.documents import MOST_VALUES, refuse
 from inferc.runtime.grammar.schema.ecma import core
 from inferc.runtime.grammar.schema.regex import ALL, ANY, NEVER, Term, conj, literal, negation, repeat
-from inferc.runtime.grammar.schema.spelling import spelled
 from inferc.runtime.grammar.schema.values import exact, type_of
 
 Form: TypeAlias = dict[str, Any]  # a schema that xgrammar converts exactly
@@ -47,7 +47,7 @@ def text_term(case: Case, is_core: bool = False) -> Term:
         raise UnspelledError(f"{', '.join([*places, *lengths])} are too intricate together") from None
 
 
-def text_form(case: Case, place: str) -> Form | None:
+def text_form(case: Case, place: str, spell: Callable[[Term], str]) -> Form | None:
     """Return the schema of a case's texts, or None if there are none."""
     try:
         if (term := text_term(case, is_core=True)) == NEVER:
@@ -57,7 +57,7 @@ def text_form(case: Case, place: str) -> Form | None:
                 f"minLength {least} is more than maxLength {most}" if no_length else "no text holds to all of it"
             )
             return None
-        return {"type": "string"} if term == ALL else {"type": "string", "pattern": spelled(term)}
+        return {"type": "string"} if term == ALL else {"type": "string", "pattern": spell(term)}
     except UnspelledError as error:
         where, words = case.terms[0][1] if case.terms else place, str(error)
     except TooLargeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations, permutations, product
 from math import perm
@@ -17,7 +18,7 @@ from inferc.runtime.grammar.schema.scalars import Form, UnspelledError, number_f
 from inferc.runtime.grammar.schema.values import TYPES, distinct
 
 MOST_PATTERNS = 4
-MOST_PLACES = 8  # of a list with a bound, for each of which `contains` makes a case
+MOST_PLACES = 8  # at the begin of a list, for each of which `contains` makes a case
 MOST_LISTS = 100
 MOST_EXCLUDED = 2_000  # characters of the names that others must differ from
 
@@ -64,8 +65,8 @@ class Node:
     reason: str = ""
 
 
-def node_of(reader: Reader, key: Key) -> Node:
-    """Return the shapes of the values that hold to all schemas of a key."""
+def node_of(reader: Reader, key: Key, spell: Callable[[Term], str]) -> Node:
+    """Return the shapes of the values that hold to all schemas of a key; spell: writes a pattern for the library."""
     place = next((reader.document.schemas[atom.schema].place for atom in key), "#")
     node = Node(place)
     cases = reader.cases(key)
@@ -73,7 +74,7 @@ def node_of(reader: Reader, key: Key) -> Node:
         return Node(place, [Leaf({})])
     for case in cases:
         if case.left_out is None or not case.types:
-            node.shapes += _Shaper(reader, case, place).shapes()
+            node.shapes += _Shaper(reader, case, place, spell).shapes()
             node.reason = node.reason or case.reason
     if not node.shapes:
         for case in cases:
@@ -88,8 +89,8 @@ def is_free(case: Case) -> bool:
 
 
 class _Shaper:
-    def __init__(self, reader: Reader, case: Case, place: str) -> None:
-        self.reader, self.case, self.place = reader, case, place
+    def __init__(self, reader: Reader, case: Case, place: str, spell: Callable[[Term], str]) -> None:
+        self.reader, self.case, self.place, self.spell = reader, case, place, spell
 
     def shapes(self) -> list[Shape]:
         case = self.case
@@ -114,7 +115,7 @@ class _Shaper:
         are_left_out = "integer" not in case.types and "number" not in case.places
         if case.types & set(NUMBERS) and not are_left_out:
             shapes += [Leaf(form) for form in number_forms(case, self.place)]
-        if "string" in case.types and (form := text_form(case, self.place)) is not None:
+        if "string" in case.types and (form := text_form(case, self.place, self.spell)) is not None:
             shapes.append(Leaf(form))
         for kind in ("array", "object"):
             if kind in case.types:
@@ -144,9 +145,8 @@ class _Shaper:
         for atom, count, place in case.contains:
             ways = [way for begin, low in ways for way in self.containing(begin, rest, low, atom, count, place)]
             if len(ways) > MOST_CASES:
-                refuse(
-                    place, f"more than {MOST_CASES} ways in which lists contain what they must; set a lower maxItems"
-                )
+                hint = f"set maxItems below {MOST_PLACES}"
+                refuse(place, f"more than {MOST_CASES} ways in which lists contain what they must; {hint}")
         if most is not None and least > most:
             case.reason = f"minItems {least} is more than maxItems {most}"
         return [ListShape(begin, rest, low, most) for begin, low in ways if most is None or low <= most]
@@ -177,7 +177,7 @@ class _Shaper:
     def containing(
         self, prefix: list[Key], rest: Key, least: int, atom: Atom, count: int, place: str
     ) -> list[tuple[list[Key], int]]:
-        """Return the lists that contain so many items: those of such items alone, or a case for each place of them."""
+        """Return the lists that contain so many items: those of such items alone, or a case for each first place."""
         most = self.case.items[1]
         if self.reader.is_false(atom):
             self.case.reason = f"{place} is false"
@@ -190,11 +190,10 @@ class _Shaper:
         is_any = any(map(is_free, self.reader.cases((atom,))))
         if is_any or (atom in rest and all(atom in key for key in prefix)):
             return [(prefix, max(least, count))]
-        if most is None or most > MOST_PLACES:
-            hint = f"set maxItems to at most {MOST_PLACES}, or use prefixItems"
-            refuse(place, f'"contains" in a list of any length is not built; {hint}')
+        if count > MOST_PLACES:
+            refuse(place, f"minContains {count} is more than {MOST_PLACES}, among whose places they are looked for")
         ways = []
-        for places in combinations(range(most), count):
+        for places in combinations(range(MOST_PLACES if most is None else min(most, MOST_PLACES)), count):
             size = places[-1] + 1
             begin = [prefix[each] if each < len(prefix) else rest for each in range(max(size, len(prefix)))]
             for index in places:

@@ -26,6 +26,7 @@ from inferc.cli.common import (
     SpecialTokensInText,
     Speculate,
     SpeculateTokens,
+    StructuredOutputsBackend,
     Threads,
     TrustedKeys,
     engine_options,
@@ -53,6 +54,7 @@ OF_AN_ENGINE = (
     "prefix_cache",
     "speculate",
     "speculate_tokens",
+    "structured_outputs_backend",
     "policy",
     "trusted_keys",
     "special_tokens_in_text",
@@ -126,6 +128,7 @@ def batch(
     special_tokens_in_text: SpecialTokensInText = "allow",
     speculate: Speculate = "none",
     speculate_tokens: SpeculateTokens = 15,
+    structured_outputs_backend: StructuredOutputsBackend = "auto",
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> int:
@@ -158,6 +161,7 @@ def batch(
         trusted_keys=trusted_keys,
         speculate=speculate,
         speculate_tokens=speculate_tokens,
+        structured_outputs_backend=structured_outputs_backend,
     )
     options["special_tokens_in_text"] = special_tokens_in_text
     _check_options(ctx, engine, endpoint)

@@ -139,6 +139,15 @@ SpeculateTokens = Annotated[
         "--speculate-tokens", metavar="N", help="The most tokens that --speculate drafts of a sequence in a step."
     ),
 ]
+StructuredOutputsBackend = Annotated[
+    str,
+    typer.Option(
+        "--structured-outputs-backend",
+        "--guided-decoding-backend",
+        metavar="auto|xgrammar|llguidance",
+        help="Library that holds answers to a form; auto: xgrammar if it is installed, else llguidance.",
+    ),
+]
 SpecialTokensInText = Annotated[
     str,
     typer.Option(
@@ -407,9 +416,11 @@ def engine_options(
     speculate: str = "none",
     speculate_tokens: int = 15,
     adapters: list[str] | None = None,
+    structured_outputs_backend: str = "auto",
 ) -> dict[str, Any]:
     """Return the fields of EngineConfig for command-line options. Raises ConfigError for values that are too large."""
     from inferc.config import parse_bytes
+    from inferc.runtime.engine.keywords import backend_name
     from inferc.runtime.scheduler.policies import parse_policy
 
     parse_policy(policy)
@@ -430,6 +441,7 @@ def engine_options(
         "speculate": speculate,
         "speculate_tokens": speculate_tokens,
         "adapters": tuple(adapters or ()),
+        "structured_outputs_backend": backend_name("--structured-outputs-backend", structured_outputs_backend),
         "record": None if record is None else str(record),
         "tap": tuple(tap or ()),
         "tap_out": None if tap_out is None else str(tap_out),

@@ -28,6 +28,7 @@ from inferc.cli.common import (
     SpecialTokensInText,
     Speculate,
     SpeculateTokens,
+    StructuredOutputsBackend,
     Tap,
     TbtMs,
     Threads,
@@ -234,6 +235,7 @@ def generate(
     speculate: Speculate = "none",
     speculate_tokens: SpeculateTokens = 15,
     adapter: OneAdapter = None,
+    structured_outputs_backend: StructuredOutputsBackend = "auto",
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> None:
@@ -278,6 +280,7 @@ def generate(
             speculate=speculate,
             speculate_tokens=speculate_tokens,
             adapters=_listed(adapter),
+            structured_outputs_backend=structured_outputs_backend,
         ),
     ) as llm:
         params = llm.sampling_params(**asked, max_tokens=_limit(llm, max_tokens, 128))

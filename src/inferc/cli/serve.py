@@ -29,6 +29,7 @@ from inferc.cli.common import (
     SpecialTokensInText,
     Speculate,
     SpeculateTokens,
+    StructuredOutputsBackend,
     Tap,
     TbtMs,
     Threads,
@@ -109,6 +110,7 @@ def serve(
             help="Folder of LoRA adapters that clients may load by name while the server runs.",
         ),
     ] = None,
+    structured_outputs_backend: StructuredOutputsBackend = "auto",
     trusted_keys: TrustedKeys = None,
     max_awake: Annotated[
         int | None,
@@ -363,6 +365,7 @@ def serve(
         speculate=speculate,
         speculate_tokens=speculate_tokens,
         adapters=adapter,
+        structured_outputs_backend=structured_outputs_backend,
     )
     if print_config:
         say(resolved(context))

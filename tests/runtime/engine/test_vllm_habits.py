@@ -212,6 +212,38 @@ def test_what_its_speculation_has_more_is_told(given: Any, told: str) -> None:
         keywords.engine_options({"speculative_config": given})
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"guided_decoding_backend": "guidance"}, "llguidance"),
+        ({"guided_decoding_backend": "xgrammar"}, "xgrammar"),
+        ({"structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": False}}, "llguidance"),
+        ({"structured_outputs_config": None}, "auto"),
+        ({"structured_outputs_backend": "llguidance"}, "llguidance"),
+    ],
+)
+def test_its_backends_of_structured_outputs_are_ours(given: dict[str, Any], found: str) -> None:
+    assert keywords.engine_options(given) == {"structured_outputs_backend": found}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"guided_decoding_backend": "outlines"},
+            'guided_decoding_backend: expected auto, xgrammar or llguidance, found "outlines"',
+        ),
+        (
+            {"structured_outputs_config": {"backend": "auto", "disable_any_whitespace": True}},
+            "structured_outputs_config: disable_any_whitespace is no option here: a request says what it wants",
+        ),
+    ],
+)
+def test_what_its_structured_outputs_have_more_is_told(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        keywords.engine_options(given)
+
+
 def test_scores_of_pairs_are_told(llm: LLM) -> None:
     call: Any = llm.score
     with pytest.raises(RequestError, match=r'num_top is \["b"\]; expected an integer. It scores one text'):

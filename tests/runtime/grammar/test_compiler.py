@@ -13,6 +13,7 @@ import pytest
 from inferc import RequestError, StructuredOutputs
 from inferc.runtime.grammar import compiler as compiler_module
 from inferc.runtime.grammar.compiler import GrammarCompiler
+from inferc.runtime.grammar.llguidance import LlguidanceGrammar
 from inferc.runtime.grammar.vocabulary import Vocabulary
 from inferc.system.worker_process import WorkerLimits
 
@@ -22,7 +23,7 @@ SLOW = StructuredOutputs(grammar="root ::= " + " | ".join(f'"v{number}"' for num
 
 
 def make(seconds: float = 20.0) -> GrammarCompiler:
-    return GrammarCompiler(lambda: VOCABULARY, WorkerLimits(seconds, 2 << 30))
+    return GrammarCompiler(lambda: VOCABULARY, limits=WorkerLimits(seconds, 2 << 30))
 
 
 @pytest.fixture
@@ -39,6 +40,16 @@ def test_a_form_is_compiled_once(compiler: GrammarCompiler) -> None:
     assert compiler.compile(StructuredOutputs(regex="a+")) is first
     assert compiler.compile(StructuredOutputs(regex="b+")) is not first
     assert first.result().matcher().accept(ord("a")), "places in it are independent"
+
+
+def test_the_backend_that_is_asked_for_compiles() -> None:
+    made = GrammarCompiler(lambda: VOCABULARY, "llguidance", WorkerLimits(20.0, 2 << 30))
+    try:
+        assert isinstance(made.compile(StructuredOutputs(regex="a+")).result(60), LlguidanceGrammar)
+        with pytest.raises(RequestError, match="unclosed group"):
+            made.compile(StructuredOutputs(regex="(a")).result(60)
+    finally:
+        made.close()
 
 
 def test_a_form_that_is_refused_is_not_kept(compiler: GrammarCompiler) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies
 from schema_walks import Walker
 
+from inferc.config import GrammarBackend
 from inferc.errors import RequestError
 
 NAMES = ("a", "b", "title", "ab")
@@ -81,10 +82,10 @@ ROOT = strategies.tuples(schemas(SCHEMA), SCHEMA, SCHEMA).map(
 )
 
 
-def check(schema: dict[str, Any], count: int) -> bool:
+def check(schema: dict[str, Any], count: int, library: GrammarBackend) -> bool:
     """Assert that a schema is refused in one line, or that so many random documents under it are valid."""
     try:
-        walker = Walker(schema)
+        walker = Walker(schema, library)
     except RequestError as error:
         assert str(error).startswith("#") and "\n" not in str(error)
         return False
@@ -98,12 +99,12 @@ def check(schema: dict[str, Any], count: int) -> bool:
 
 @pytest.mark.slow
 @settings(max_examples=1500, deadline=None, derandomize=True)
-@given(ROOT)
-def test_many_random_schemas(schema: dict[str, Any]) -> None:
-    check(schema, 20)
+@given(schema=ROOT)
+def test_many_random_schemas(library: GrammarBackend, schema: dict[str, Any]) -> None:
+    check(schema, 20, library)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(ROOT)
-def test_random_schemas(schema: dict[str, Any]) -> None:
-    check(schema, 20)
+@given(schema=ROOT)
+def test_random_schemas(library: GrammarBackend, schema: dict[str, Any]) -> None:
+    check(schema, 20, library)

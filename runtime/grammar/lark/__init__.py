@@ -1,0 +1,1 @@
+"""Forms written as grammars in llguidance's Lark."""
