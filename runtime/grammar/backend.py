@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
 
 from inferc.config import Auto, GrammarBackend
 from inferc.errors import UnsupportedError
@@ -26,6 +27,13 @@ class Matcher(Protocol):
 
     def fill(self, bits: U32, row: int) -> None:
         """Write which tokens may come next into a row of masks [rows, words], as StepMasks has them."""
+
+    @staticmethod
+    def fill_rows(matchers: Sequence[Any], bits: U32, rows: Sequence[int]) -> None:
+        """Do for each of some matchers, all of this class, and its row what `fill` does, in one call of the library.
+
+        Where it raises, any of the rows may not be written.
+        """
 
     def rollback(self, count: int) -> None:
         """Go back by `count` tokens that were accepted."""

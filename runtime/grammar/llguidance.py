@@ -7,6 +7,7 @@ schema as it was rewritten for xgrammar too, so that both hold to the same.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -173,10 +174,19 @@ class LlguidanceMatcher:
 
     def fill(self, bits: U32, row: int) -> None:
         """Write which tokens may come next into a row of masks [rows, words]."""
-        width = bits.strides[0]
-        self._matcher.unsafe_compute_mask_ptr(bits.__array_interface__["data"][0] + row * width, width)
-        if self._matcher.is_error():
-            raise RuntimeError(_reason(self._matcher.get_error()))
+        self.fill_rows([self], bits, [row])
+
+    @staticmethod
+    def fill_rows(matchers: Sequence[LlguidanceMatcher], bits: U32, rows: Sequence[int]) -> None:
+        """Fill a row for each of some matchers.
+
+        llguidance's own call for several has other threads do it, which costs more than it saves beside a step.
+        """
+        begin, width = bits.ctypes.data, bits.strides[0]
+        for matcher, row in zip(matchers, rows, strict=True):
+            matcher._matcher.unsafe_compute_mask_ptr(begin + row * width, width)
+            if matcher._matcher.is_error():
+                raise RuntimeError(_reason(matcher._matcher.get_error()))
 
     def rollback(self, count: int) -> None:
         """Go back by `count` tokens that were accepted."""

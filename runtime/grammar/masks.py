@@ -16,6 +16,7 @@ from inferc.runtime.step.plan import I32, I64, U32, StepPlan
 
 log = logging.getLogger(__name__)
 
+CANNOT = "slot %d: its mask cannot be made"
 ALL = np.uint32(0xFFFFFFFF)
 
 
@@ -123,12 +124,17 @@ class _StepMasks:
 
     def _make(self, late: list[int]) -> None:
         try:
-            for row, last in zip(self._rows, late, strict=True):
-                self._fill(row, [*row.token_ids, last] if row.is_pending else row.token_ids)
+            left = [
+                row
+                for row, last in zip(self._rows, late, strict=True)
+                if self._reach(row, [*row.token_ids, last] if row.is_pending else row.token_ids)
+            ]
+            self._fill_last(left)
         finally:
             self._made.set()
 
-    def _fill(self, row: _Row, token_ids: list[int]) -> None:
+    def _reach(self, row: _Row, token_ids: list[int]) -> bool:
+        """Go to the place of a row's last mask, fill those before, and return whether the last is to be filled."""
         bits, constraint = self._owner.bits, row.constraint
         try:
             for count, at in enumerate(row.rows):
@@ -137,11 +143,31 @@ class _StepMasks:
                     bits[at] = 0
                 elif constraint.matcher.is_ended:  # by a token that the host has not seen yet: the row does not count
                     bits[at] = ALL
+                elif at == row.rows[-1]:
+                    return True
                 else:
                     constraint.matcher.fill(bits, at)
         except Exception:  # the row fails, and no other
-            log.exception("slot %d: its mask cannot be made", row.slot)
+            log.exception(CANNOT, row.slot)
             bits[row.rows] = 0
+        return False
+
+    def _fill_last(self, rows: list[_Row]) -> None:
+        """Fill the last mask of some rows: in one call, or one by one if that fails."""
+        if not rows:
+            return
+        bits, matchers = self._owner.bits, [row.constraint.matcher for row in rows]
+        try:
+            matchers[0].fill_rows(matchers, bits, [row.rows[-1] for row in rows])
+            return
+        except Exception:
+            log.debug("the masks of %d rows are made one by one", len(rows), exc_info=True)
+        for row, matcher in zip(rows, matchers, strict=True):
+            try:
+                matcher.fill(bits, row.rows[-1])
+            except Exception:
+                log.exception(CANNOT, row.slot)
+                bits[row.rows] = 0
 
 
 class MaskMaker:

@@ -82,6 +82,18 @@ def test_places_in_one_grammar_are_independent(backend: Backend) -> None:
     assert grammar.num_bytes > 0
 
 
+def test_several_places_are_filled_in_one_call(backend: Backend) -> None:
+    places = [start(backend, regex=each) for each in ("ab", "c?d", "[x-z]", "e")]
+    assert places[3].accept(ord("e"))
+    bits = np.zeros((6, mask_words(len(TOKENS))), np.uint32)
+    bits[2] = bits[5] = 7
+    places[0].fill_rows(places, bits, [4, 1, 0, 3])
+    alone = [allowed(place) for place in places]
+    found = [set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()) for row in bits]
+    assert [found[row] for row in (4, 1, 0, 3)] == alone and alone[3] == ENDS
+    assert (bits[[2, 5]] == 7).all(), "other rows are left as they are"
+
+
 def test_all_tokens_of_a_text_that_must_come_may_write_it(backend: Backend) -> None:
     matcher = start(backend, regex="abé!")
     assert matcher.forced_text() == "abé!" and allowed(matcher) == {ord("a"), TOKENS.index(b"ab"), TWIN}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +37,11 @@ class Counting:
         bits[row] = 0
         bits[row, self.length // 32] |= np.uint32(1 << self.length % 32)
         bits[row, END // 32] |= np.uint32(1 << END % 32)
+
+    @staticmethod
+    def fill_rows(matchers: Sequence[Counting], bits: U32, rows: Sequence[int]) -> None:
+        for matcher, row in zip(matchers, rows, strict=True):
+            matcher.fill(bits, row)
 
     def forced_text(self) -> str:
         return ""
