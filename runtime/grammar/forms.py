@@ -9,6 +9,8 @@ from inferc.errors import RequestError
 
 # The most spaces and line breaks in a row in JSON: a model may indent it, and does not go on with spaces for ever.
 MAX_WHITESPACE = 20
+# The first byte of a compiled grammar: whether texts that it leaves no choice about are looked for.
+FORCES, FREE = b"f", b"-"
 NO_ANSWER = "it admits no answer, not even an empty one; see how it begins"
 
 

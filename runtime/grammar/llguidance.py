@@ -16,7 +16,8 @@ import numpy as np
 
 from inferc.arena import mask_words
 from inferc.errors import RequestError
-from inferc.runtime.grammar.forms import MAX_WHITESPACE, NO_ANSWER, parsed
+from inferc.runtime.grammar.forced import is_forced_text_short
+from inferc.runtime.grammar.forms import FORCES, FREE, MAX_WHITESPACE, NO_ANSWER, parsed
 from inferc.runtime.grammar.lark.gbnf import gbnf_rule
 from inferc.runtime.grammar.lark.tags import Part, TagRules
 from inferc.runtime.grammar.lark.writer import ALL_TOKENS, Writer
@@ -63,16 +64,17 @@ class Llguidance:
         matcher = self._matcher(source)
         bits = np.zeros((1, mask_words(len(self._vocabulary.tokens))), np.uint32)
         try:
-            LlguidanceMatcher(matcher, self._vocabulary.end_ids).fill(bits, 0)
+            LlguidanceMatcher(matcher, self._vocabulary.end_ids, False).fill(bits, 0)
         except RuntimeError as error:
             raise RequestError(str(error)) from None
         if not bits.any():
             raise RequestError(NO_ANSWER)
-        return source.encode()
+        return (FORCES if is_forced_text_short(wanted) else FREE) + source.encode()
 
     def load(self, data: bytes) -> LlguidanceGrammar:
         """Return the grammar that `compile` returned."""
-        return LlguidanceGrammar(self._matcher(data.decode()), self._vocabulary.end_ids, BYTES_OF_A_BYTE * len(data))
+        made, ends = self._matcher(data[1:].decode()), self._vocabulary.end_ids
+        return LlguidanceGrammar(made, ends, data[:1] == FORCES, BYTES_OF_A_BYTE * len(data))
 
     def _matcher(self, source: str) -> Any:
         made = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
@@ -148,19 +150,19 @@ class _Tokens:
 class LlguidanceGrammar:
     """A grammar that llguidance has read; each answer has a parser of its own."""
 
-    def __init__(self, matcher: Any, end_ids: tuple[int, ...], num_bytes: int) -> None:
-        self._matcher, self._end_ids, self.num_bytes = matcher, end_ids, num_bytes
+    def __init__(self, matcher: Any, end_ids: tuple[int, ...], forces: bool, num_bytes: int) -> None:
+        self._matcher, self._end_ids, self._forces, self.num_bytes = matcher, end_ids, forces, num_bytes
 
     def matcher(self) -> LlguidanceMatcher:
         """Return a new place at the grammar's beginning."""
-        return LlguidanceMatcher(self._matcher.deep_copy(), self._end_ids)
+        return LlguidanceMatcher(self._matcher.deep_copy(), self._end_ids, self._forces)
 
 
 class LlguidanceMatcher:
     """The place of one answer in a grammar, as llguidance keeps it; the end token is kept here."""
 
-    def __init__(self, matcher: Any, end_ids: tuple[int, ...]) -> None:
-        self._matcher, self._end_ids = matcher, end_ids
+    def __init__(self, matcher: Any, end_ids: tuple[int, ...], forces: bool) -> None:
+        self._matcher, self._end_ids, self._forces = matcher, end_ids, forces
         self.is_ended = False
 
     def accept(self, token_id: int) -> bool:
@@ -197,7 +199,7 @@ class LlguidanceMatcher:
 
     def forced_text(self) -> str:
         """Return the text that must come next, whatever is chosen."""
-        if self.is_ended:
+        if not self._forces or self.is_ended:
             return ""
         data: bytes = self._matcher.compute_ff_bytes()
         text = data.partition(b"\xff")[0]
@@ -208,6 +210,9 @@ def _reason(message: str) -> str:
     """Return the library's message in one line, without the lines of the grammar that it shows."""
     if message.startswith("NoExtension"):
         return NO_ANSWER
-    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return " ".join([lines[0] if lines else "it cannot be read", *said])[:MAX_PLACE]
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()] or ["it cannot be read"]
+    place, quotes, said = lines[0].partition(": invalid regex ")
+    if quotes:  # the expression itself, which is quoted, may be long
+        said = said.rpartition(" (in regex): ")[2]
+        return f"{place}: {' '.join([said, *(line for line in lines if line.startswith('error: '))])}"[:MAX_PLACE]
+    return lines[0][:MAX_PLACE]

@@ -18,7 +18,8 @@ import numpy as np
 
 from inferc.arena import mask_words
 from inferc.errors import RequestError, UnsupportedError
-from inferc.runtime.grammar.forms import MAX_WHITESPACE, NO_ANSWER, parsed
+from inferc.runtime.grammar.forced import is_forced_text_short
+from inferc.runtime.grammar.forms import FORCES, FREE, MAX_WHITESPACE, NO_ANSWER, parsed
 from inferc.runtime.grammar.schema.exact import exact_schema
 from inferc.runtime.grammar.tags import checked_tag
 from inferc.runtime.grammar.vocabulary import Vocabulary
@@ -131,7 +132,7 @@ class XGrammar:
         except UnicodeEncodeError:  # JSON names halves of characters with escapes
             raise RequestError("it is not text: it has half of a surrogate pair") from None
         self._check_admits(made)
-        return str(made.serialize_json()).encode()
+        return (FORCES if is_forced_text_short(wanted) else FREE) + str(made.serialize_json()).encode()
 
     def _compile(self, wanted: StructuredOutputs) -> Any:
         if wanted.before is not None:
@@ -181,14 +182,15 @@ class XGrammar:
 
     def load(self, data: bytes) -> Grammar:
         """Return the grammar that `compile` returned."""
-        return Grammar(self._library, self._library.compiled.deserialize_json(data.decode(), self._info))
+        made = self._library.compiled.deserialize_json(data[1:].decode(), self._info)
+        return Grammar(self._library, made, data[:1] == FORCES)
 
 
 class Grammar:
     """A grammar compiled by xgrammar."""
 
-    def __init__(self, library: Library, compiled: Any) -> None:
-        self._library, self._compiled = library, compiled
+    def __init__(self, library: Library, compiled: Any, forces: bool = False) -> None:
+        self._library, self._compiled, self._forces = library, compiled, forces
 
     @property
     def num_bytes(self) -> int:
@@ -196,14 +198,14 @@ class Grammar:
 
     def matcher(self) -> GrammarMatcher:
         """Return a new place at the grammar's beginning."""
-        return GrammarMatcher(self._library.matcher(self._compiled, None, False, NO_LIMIT, None))
+        return GrammarMatcher(self._library.matcher(self._compiled, None, False, NO_LIMIT, None), self._forces)
 
 
 class GrammarMatcher:
     """The place of one answer in a grammar, as xgrammar keeps it."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, forces: bool) -> None:
+        self._matcher, self._forces = matcher, forces
 
     def accept(self, token_id: int) -> bool:
         """Go on by a token, and return whether the grammar has it here."""
@@ -225,7 +227,7 @@ class GrammarMatcher:
 
     def forced_text(self) -> str:
         """Return the text that must come next, whatever is chosen."""
-        if self.is_ended:
+        if not self._forces or self.is_ended:
             return ""
         try:
             return str(self._matcher.find_jump_forward_string())

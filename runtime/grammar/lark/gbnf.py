@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
 from inferc.errors import RequestError, shown
-from inferc.runtime.grammar.lark.terms import times
+from inferc.runtime.grammar.lark.terms import greatest_part, times
 from inferc.runtime.grammar.lark.writer import Writer
+from inferc.runtime.grammar.schema.automata import lengths
 from inferc.runtime.grammar.schema.regex import (
     ANY,
     Alt,
@@ -80,6 +81,41 @@ def gbnf_rule(source: str, writer: Writer, root: str = "root") -> Term | str:
     if root not in rules:
         raise RequestError(f'it has no rule "{root}", with which an answer begins; write {root} ::= …')
     return _Emitter(source, rules, writer).root(root)
+
+
+def least_of_rules(source: str, most: int) -> int:
+    """Return the greatest least length of all rules of a grammar, and of their parts; `most` stands for more, or none.
+
+    Raises RequestError for a fault, and for what is not read.
+    """
+    rules = _Parser(source).rules()
+    known = dict.fromkeys(rules, most)
+    greatest = 0
+
+    def least(node: Node) -> int:
+        if isinstance(node, Ref):
+            return known.get(node.name, 0)
+        if isinstance(node, Times):
+            found = least(node.part) * node.least
+        elif isinstance(node, Several):
+            parts = list(map(least, node.parts))
+            found = min(parts) if node.is_choice else sum(parts)
+        else:
+            found = lengths(node)[0]
+        return min(most, found)
+
+    for _ in rules:  # until nothing changes: a rule may need all others
+        before = dict(known)
+        for name, node in rules.items():
+            known[name] = least(node)
+        if known == before:
+            break
+    todo = list(rules.values())
+    while todo:
+        node = todo.pop()
+        greatest = max(greatest, least(node), greatest_part(node) if isinstance(node, Term) else 0)
+        todo += node.parts if isinstance(node, Several) else [node.part] if isinstance(node, Times) else []
+    return min(most, greatest)
 
 
 def _fault(source: str, at: int, words: str) -> NoReturn:

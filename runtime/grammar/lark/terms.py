@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from inferc.errors import RequestError
-from inferc.runtime.grammar.schema.automata import TooLargeError
+from inferc.runtime.grammar.schema.automata import TooLargeError, lengths
 from inferc.runtime.grammar.schema.regex import (
     ALL,
     ANY,
@@ -177,6 +177,18 @@ def _chars(ranges: Ranges) -> str:
 def _char(code: int) -> str:
     char = chr(code)
     return char if char.isascii() and char.isalnum() else f"\\x{{{code:x}}}"
+
+
+def greatest_part(term: Term) -> int:
+    """Return the greatest of the least numbers of characters of a plain term and of all its parts."""
+    match term:
+        case Seq(parts) | Alt(parts):
+            inner = max(map(greatest_part, parts), default=0)
+        case Repeat(part, _, _):
+            inner = greatest_part(part)
+        case _:
+            inner = 0
+    return max(lengths(term)[0], inner)
 
 
 # --------------------------------------------------------------------------------------------------- free text
