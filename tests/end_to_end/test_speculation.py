@@ -9,10 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import write_adapter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_models import make_random_model
-from speculated import FORMS, HOW, PROMPTS, WITH_FORMS, Asked, Machines, always_draft, requests
+from speculated import (
+    ADAPTERS,
+    FORMS,
+    HOW,
+    PROMPTS,
+    WITH_FORMS,
+    Asked,
+    Machines,
+    always_draft,
+    requests_of,
+)
 
 from inferc import LLM, SamplingParams
 from inferc.compiler.build import compile
@@ -29,9 +40,12 @@ SCHEMES: dict[str, Any] = {"float32": None, "int8": "int8", "int4": "int4"}
 def machines(
     request: pytest.FixtureRequest, tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Machines]:
-    out = tmp_path_factory.mktemp("speculation") / "out"
-    compile(tiny_llama_folder, out, CompileConfig(quantize=SCHEMES[request.param], certify="none"))
-    made = Machines(out)
+    folder = tmp_path_factory.mktemp("speculation")
+    config = CompileConfig(quantize=SCHEMES[request.param], certify="none", adapter_rank=4)
+    compile(tiny_llama_folder, folder / "out", config)
+    first = write_adapter(folder / "a", tiny_llama_folder, rank=4, seed=1)
+    second = write_adapter(folder / "b", tiny_llama_folder, rank=2, targets=("q_proj", "down_proj", "lm_head"), seed=2)
+    made = Machines(folder / "out", adapters=[f"first={first}", f"second={second}"])
     yield made
     made.close()
 
@@ -39,7 +53,7 @@ def machines(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     variant=st.integers(0, len(Machines.VARIANTS) - 1),
-    asked=st.lists(requests, min_size=1, max_size=6),
+    asked=st.lists(requests_of(*ADAPTERS), min_size=1, max_size=6),
     steps=st.lists(st.integers(0, 12), min_size=6, max_size=6),
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     seed=st.integers(0, 2**16),
@@ -47,7 +61,7 @@ def machines(
 def test_the_product_of_all_features_has_the_same_tokens(
     machines: Machines, variant: int, asked: list[Asked], steps: list[int], right: float, seed: int
 ) -> None:
-    """Greedy and seeded, free and held to a form, cached or not, alone, batched, in chunks and preempted."""
+    """Greedy and seeded, free and held to a form, with adapters, cached or not, batched, in chunks and preempted."""
     expected = [machines.alone(each) for each in asked]
     machines.drafter.random.seed(seed)
     machines.drafter.right = right

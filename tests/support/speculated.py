@@ -82,6 +82,7 @@ class Asked:
     how: str
     others: str = "plain"
     max_tokens: int = 24
+    adapter: str = ""
 
     @property
     def params(self) -> SamplingParams:
@@ -89,7 +90,8 @@ class Asked:
         # Of a form an answer may not end before it has it, whatever min_tokens says.
         others = {} if self.others == "minimum" and form is not None else OTHERS[self.others]
         wanted = None if form is None else StructuredOutputs.of(form)
-        return SamplingParams(max_tokens=self.max_tokens, structured_outputs=wanted, **{**HOW[self.how], **others})
+        own = {**HOW[self.how], **others, "adapter": self.adapter}
+        return SamplingParams(max_tokens=self.max_tokens, structured_outputs=wanted, **own)
 
 
 @dataclass
@@ -177,9 +179,13 @@ class Machines:
             engine.close()
 
 
-requests = st.builds(
-    Asked, *(st.sampled_from(sorted(each)) for each in (PROMPTS, FORMS, HOW, OTHERS)), max_tokens=st.integers(1, 24)
-)
+ADAPTERS = ("first", "second")
+
+
+def requests_of(*adapters: str) -> st.SearchStrategy[Asked]:
+    """Return a strategy of requests, with one of these adapters or none."""
+    parts = (st.sampled_from(sorted(each)) for each in (PROMPTS, FORMS, HOW, OTHERS))
+    return st.builds(Asked, *parts, max_tokens=st.integers(1, 24), adapter=st.sampled_from(["", *adapters]))
 
 
 def always_draft(of: LLM | Engine) -> Speculation:
