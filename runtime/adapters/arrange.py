@@ -71,6 +71,13 @@ def arrange(adapter: PeftAdapter, room: Adapters, dtype: str) -> ArrangedAdapter
         _check(adapter, name, module, room.sites[found[0]], room.rank)
         for number in found:
             of_sites[number] = module
+    for name, shape in adapter.copied.items():
+        for site in (each for each in room.sites if _is_named(each.module, name)):
+            if shape != tuple(site.stored):
+                raise UnsupportedError(
+                    f"{adapter.path}: {name}: its file has this matrix itself as {list(shape)}, and the artifact's is"
+                    f" {site.stored}: the vocabulary was changed; {MERGE}"
+                )
     itemsize = NUMPY_DTYPES[dtype].itemsize
     step = ALIGNMENT // itemsize
     down, up = np.zeros(len(of_sites), np.int64), np.zeros(len(of_sites), np.int64)

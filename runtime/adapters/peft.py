@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
 }
 # Ways of starting an adapter that change the model's own weights, which the file does not hold.
+# A copy of the model's own matrix, which PEFT saves beside adapters of embeddings and LM heads.
+COPIED = re.compile(r"^(?P<module>.+)\.base_layer\.weight$")
 CHANGED_BASE = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
 PREFIX = re.compile(r"^base_model\.model\.")
 PART = re.compile(r"^(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(\.default)?(\.weight)?$")
@@ -56,11 +58,15 @@ class LowRank:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter as it is stored: its modules by name, and the SHA-256 of its files, which identifies it."""
+    """An adapter as it is stored: its modules by name, and the SHA-256 of its files, which identifies it.
+
+    copied: the shapes of the model's own matrices that are saved beside it, by module.
+    """
 
     path: Path
     modules: Mapping[str, LowRank]
     digest: str
+    copied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def read_peft(folder: Path) -> PeftAdapter:
@@ -73,15 +79,20 @@ def read_peft(folder: Path) -> PeftAdapter:
     data = _read(folder, TENSORS)
     path = folder / TENSORS
     parts: dict[str, dict[str, F32]] = {}
-    for name, value in read_tensors(path, data).items():
-        match = PART.match(PREFIX.sub("", name))
+    copied: dict[str, tuple[int, ...]] = {}
+    for stored, value in read_tensors(path, data).items():
+        name = PREFIX.sub("", stored)
+        if copy := COPIED.match(name):
+            copied[copy["module"]] = value.shape
+            continue
+        match = PART.match(name)
         if match is None:
-            raise UnsupportedError(f"{path}: {name}: expected matrices A and B of LoRA alone; {MERGE}")
+            raise UnsupportedError(f"{path}: {stored}: expected matrices A and B of LoRA alone; {MERGE}")
         parts.setdefault(match["module"], {})[match["part"]] = value
     if not parts:
         raise ArtifactError(f"{path} holds no tensors; expected the matrices of an adapter")
     modules = {module: _low_rank(path, module, found, config) for module, found in parts.items()}
-    return PeftAdapter(folder, modules, hashlib.sha256(config_bytes + b"\0" + data).hexdigest())
+    return PeftAdapter(folder, modules, hashlib.sha256(config_bytes + b"\0" + data).hexdigest(), copied)
 
 
 def _read(folder: Path, name: str) -> bytes:

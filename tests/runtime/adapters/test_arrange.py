@@ -59,6 +59,14 @@ def test_each_matrix_lies_aligned_as_the_step_reads_it(dtype: str) -> None:
     np.testing.assert_allclose(data[found.up[1] :][:18].reshape(3, 6), b.T, **near)
 
 
+def test_a_copy_of_the_models_matrix_must_have_its_shape() -> None:
+    embed = _low_rank(2, 10, 6, True)
+    same, other = (PeftAdapter(Path("own"), {"model.embed": embed}, "", {"model.embed": (n, 6)}) for n in (10, 12))
+    assert arrange(same, ROOM, "float32").ranks.tolist() == [2, 0, 0]
+    with pytest.raises(UnsupportedError, match=r"as \[12, 6\], and the artifact's is \[10, 6\]: the vocabulary was"):
+        arrange(other, ROOM, "float32")
+
+
 @pytest.mark.parametrize(
     ("modules", "told"),
     [

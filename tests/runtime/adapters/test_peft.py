@@ -49,6 +49,12 @@ def test_embeddings_have_names_of_their_own(tmp_path: Path) -> None:
     assert found.is_embedding and found.a.shape == (2, 3) and found.b.shape == (4, 2)
 
 
+def test_a_copy_of_the_models_own_matrix_is_no_part_of_the_adapter(tmp_path: Path) -> None:
+    tensors = {"embed.lora_embedding_A": A, "embed.lora_embedding_B": B, "embed.base_layer.weight": torch.ones(3, 4)}
+    found = read_peft(_write(tmp_path, tensors))
+    assert list(found.modules) == ["embed"] and found.copied == {"embed": (3, 4)}
+
+
 def test_the_digest_is_of_all_that_counts(tmp_path: Path) -> None:
     first = read_peft(_write(tmp_path / "a")).digest
     assert read_peft(_write(tmp_path / "b")).digest == first
