@@ -12,6 +12,7 @@ LOWEST_VENV := .venv-lowest
 LOWEST_PYTHON := 3.11
 CLIENT_VENVS := .venv-clients
 SCHEMA_SUITE := .venv-schema-suite
+PEFT := .venv-peft
 PREBUILT := --only 'llama bfloat16' --only 'llama-tied bfloat16'
 JOBS ?= 2
 ARGS ?=
@@ -30,7 +31,7 @@ CLIENTS := $(patsubst tests/clients/%.txt,$(CLIENT_VENVS)/%/.installed,$(wildcar
 ifneq ($(shell command -v npm),)
 CLIENTS += $(CLIENT_VENVS)/javascript/.installed
 endif
-SUITES := $(SCHEMA_SUITE)/.installed
+SUITES := $(SCHEMA_SUITE)/.installed $(PEFT)/.installed
 endif
 
 INFERC := $(PY) -m inferc
@@ -74,6 +75,12 @@ $(SCHEMA_SUITE)/.installed: constraints.txt | $(READY)
 	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --no-binary jsonschema --dest $(@D) \
 	    "$$(grep -E '^jsonschema==' constraints.txt)"
 	tar -xzf $(@D)/jsonschema-*.tar.gz -C $(@D) --strip-components=1 --wildcards '*/json/tests/draft2020-12'
+	touch $@
+
+# PEFT beside the environment and not in it: where it is installed, transformers reads adapters by itself.
+$(PEFT)/.installed: tests/support/peft_answers.py | $(READY)
+	rm -rf $(@D)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) peft==0.21.2 accelerate==1.15.0
 	touch $@
 
 demo: $(READY)  ## compile, generate, serve and stream with the model that ships

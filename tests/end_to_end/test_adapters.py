@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import peft_answers
 import pytest
 import torch
 from adapters import ALL_LINEAR, FOLDERS, adapter_options, merge, write_adapter
@@ -161,6 +166,28 @@ def test_adapters_come_and_go_while_others_are_served(adapted: Path, tiny_llama_
         llm.load_adapter("everything", folder / "a")
         (whole,) = llm.generate({"prompt_token_ids": PROMPTS[0]}, _with("everything", max_tokens=60))[0].outputs
         assert list(whole.token_ids) == last
+
+
+PEFT = Path(__file__).parents[2] / ".venv-peft"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PEFT.is_dir(), reason="needs PEFT, which `make .venv-peft/.installed` puts beside")
+def test_what_peft_itself_saves_answers_as_pefts_model_does(
+    adapted: Path, tiny_llama_folder: Path, tmp_path: Path
+) -> None:
+    path = os.pathsep.join([*filter(None, sys.path), str(PEFT)])
+    script = Path(peft_answers.__file__)
+    command = [sys.executable, str(script), str(tiny_llama_folder), str(tmp_path)]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    with LLM(adapted / "cpu", adapters=[f"{name}={tmp_path / name}" for name in answers]) as llm:
+        for name, expected in answers.items():
+            (output,) = llm.generate({"prompt_token_ids": peft_answers.PROMPT}, _with(name))[0].outputs
+            assert list(output.token_ids) == expected["token_ids"], name
+            assert output.logprobs is not None
+            assert [row.logprob for row in output.logprobs] == pytest.approx(expected["logprobs"], abs=2e-5)
+    assert set(answers) == set(peft_answers.CONFIGS)
 
 
 QUANTIZED = ("int8", "w8a8", "int4")
