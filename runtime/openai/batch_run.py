@@ -24,6 +24,7 @@ from inferc.runtime.openai.reasoning_wishes import as_the_model_can
 from inferc.runtime.openai.request import OpenAIRequest, Prompt, parse_request
 from inferc.runtime.openai.tool_calls import with_said
 from inferc.runtime.reasoning.reasoning import Reasoning, reasoning_of
+from inferc.runtime.step.sampling_params import changed
 from inferc.runtime.tools.call_reader import Said, read_calls
 from inferc.runtime.tools.tools import held
 from inferc.system.progress import Progress, silent
@@ -75,10 +76,13 @@ class Backend(Protocol):
 
 @final
 class LocalBackend:
-    """An engine in this process, with up to `concurrency` sequences open at once, running or waiting."""
+    """An engine in this process, with up to `concurrency` sequences open at once, running or waiting.
 
-    def __init__(self, llm: LLM, artifact: Path, concurrency: int) -> None:
-        self.model = artifact.resolve().name
+    adapter: the name of a loaded LoRA adapter that answers everything, "" for none.
+    """
+
+    def __init__(self, llm: LLM, artifact: Path, concurrency: int, adapter: str = "") -> None:
+        self.model, self._adapter = adapter or artifact.resolve().name, adapter
         self.defaults: Mapping[str, Any] = llm.defaults
         self._llm = llm
         self._concurrency = concurrency
@@ -104,6 +108,8 @@ class LocalBackend:
             params, _ = held(params, request.tools, text.check_calls)
             ids = text.encode_chat(prompt, **request.template)  # type: ignore[arg-type]
             reasoning, params = reasoning_of(text, ids, params, request.max_reasoning_tokens)
+        if self._adapter:
+            params = changed(params, adapter=self._adapter)
         marks = None if reasoning is None or job.request.reasoning == "in_text" else reasoning.marks
 
         def done(result: RequestOutput | InfercError) -> None:

@@ -277,6 +277,20 @@ def test_two_runs_do_not_write_one_file(tiny_artifact: Path, tmp_path: Path) -> 
         assert "another run is writing" in refused(source, tmp_path / "out.jsonl", tiny_artifact)
 
 
+def test_an_adapter_answers_a_batch_here_and_on_a_server(adapted: Path, tmp_path: Path) -> None:
+    bodies = [{"prompt": [5, 9, 17, 3], **GREEDY}, {"prompt": [8, 4], **GREEDY}]
+    source = write_rows(tmp_path / "in.jsonl", [row(f"r{at}", body) for at, body in enumerate(bodies)])
+    option = f"everything={adapted / 'adapters' / 'a'}"
+    run(source, tmp_path / "base.jsonl", adapted / "cpu")
+    run(source, tmp_path / "own.jsonl", adapted / "cpu", "--adapter", option)
+    with Server(f"base={adapted / 'cpu'}", "--adapter", option) as server:
+        run(source, tmp_path / "served.jsonl", server.address, "--model", "everything")
+    base, own, served = (responses(tmp_path / f"{name}.jsonl") for name in ("base", "own", "served"))
+    for name in ("r0", "r1"):
+        assert texts(served[name]) == texts(own[name]) != texts(base[name])
+        assert served[name]["body"]["model"] == own[name]["body"]["model"] == "everything"
+
+
 def test_a_server_takes_no_options_of_an_engine(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", [row("a", {"prompt": "a"})])
     for option in ("--threads", "--max-num-seqs", "--special-tokens-in-text"):

@@ -20,6 +20,7 @@ from inferc.cli.common import (
     KVMemory,
     MaxBatchedTokens,
     MaxSeqs,
+    OneAdapter,
     Pin,
     Policy,
     PrefixCache,
@@ -31,6 +32,8 @@ from inferc.cli.common import (
     TrustedKeys,
     engine_options,
     fail,
+    listed,
+    name_of,
     print_json,
 )
 from inferc.cli.progress import progress
@@ -55,11 +58,12 @@ OF_AN_ENGINE = (
     "speculate",
     "speculate_tokens",
     "structured_outputs_backend",
+    "adapter",
     "policy",
     "trusted_keys",
     "special_tokens_in_text",
 )
-OF_A_SERVER = ("api_key", "ca")  # options that only apply to a running server
+OF_A_SERVER = ("api_key", "ca", "model")  # options that only apply to a running server
 
 
 def batch(
@@ -116,6 +120,14 @@ def batch(
     ] = False,
     api_key: ApiKey = None,
     ca: Ca = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME",
+            help="The model, or the adapter, of a running server that answers; by default its first.",
+        ),
+    ] = None,
     threads: Threads = None,
     isa: Isa = "auto",
     max_num_seqs: MaxSeqs = 64,
@@ -129,6 +141,7 @@ def batch(
     speculate: Speculate = "none",
     speculate_tokens: SpeculateTokens = 15,
     structured_outputs_backend: StructuredOutputsBackend = "auto",
+    adapter: OneAdapter = None,
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
 ) -> int:
@@ -139,8 +152,8 @@ def batch(
     answered with status_code 400 and the reason, and the others continue. A file that is not in this format is refused
     before anything is run.
 
-    The `model` in the body is ignored: --engine decides which model answers, and the answer names it. A server gives
-    its other clients precedence.
+    The `model` in the body is ignored: --engine, --adapter and --model decide which model answers, and the answer names
+    it. A server gives its other clients precedence.
     """
     from inferc.runtime.openai.batch_file import BatchInput, BatchOutput
     from inferc.runtime.openai.batch_run import BatchRun
@@ -162,6 +175,7 @@ def batch(
         speculate=speculate,
         speculate_tokens=speculate_tokens,
         structured_outputs_backend=structured_outputs_backend,
+        adapters=listed(adapter),
     )
     options["special_tokens_in_text"] = special_tokens_in_text
     _check_options(ctx, engine, endpoint)
@@ -171,7 +185,7 @@ def batch(
         with BatchOutput(out, requests.fingerprint, force) as answers:
             num_before = answers.totals.requests
             try:
-                with _backend(engine, endpoint, concurrency, options) as backend:
+                with _backend(engine, endpoint, concurrency, options, model or name_of(adapter)) as backend:
                     run = BatchRun(requests, answers, backend, report)
                     run.run(requests.order(keep_order))
             except KeyboardInterrupt:
@@ -221,21 +235,22 @@ def _check_options(ctx: typer.Context, engine: str, endpoint: _Endpoint | None) 
 
 @contextmanager
 def _backend(
-    engine: str, endpoint: _Endpoint | None, concurrency: int | None, options: dict[str, Any]
+    engine: str, endpoint: _Endpoint | None, concurrency: int | None, options: dict[str, Any], name: str
 ) -> Iterator[Backend]:
+    """Yield what answers; name: a server's model, or the adapter of an engine in this process."""
     if endpoint is not None:
         from inferc.client.batch_endpoint import EndpointBackend
         from inferc.client.client import Tls
 
         tls = Tls(ca=endpoint.ca) if endpoint.is_tls else None
-        with EndpointBackend(endpoint.address, concurrency, api_key=endpoint.api_key, tls=tls) as server:
+        with EndpointBackend(endpoint.address, concurrency, api_key=endpoint.api_key, tls=tls, model=name) as server:
             yield server
         return
     from inferc.runtime.engine.llm import LLM
     from inferc.runtime.openai.batch_run import LocalBackend
 
     with LLM(engine, **options) as llm:
-        yield LocalBackend(llm, Path(engine), concurrency or 2 * options["max_num_seqs"])
+        yield LocalBackend(llm, Path(engine), concurrency or 2 * options["max_num_seqs"], name)
 
 
 def _summarize(run: BatchRun, num_before: int, as_json: bool) -> None:

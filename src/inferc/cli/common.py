@@ -395,6 +395,18 @@ def _discard_output() -> None:
 # ------------------------------------------------------------------------------------------------- at work
 
 
+def listed(adapter: str | None) -> list[str]:
+    """Return the adapters of an option that takes one."""
+    return [] if adapter is None else [adapter]
+
+
+def name_of(adapter: str | None) -> str:
+    """Return the name of the adapter of `--adapter NAME=PATH`, "" without one. Raises ConfigError for other texts."""
+    from inferc.runtime.adapters.store import parse_adapters
+
+    return next(iter(parse_adapters(listed(adapter))), "")
+
+
 def engine_options(
     threads: int | None,
     isa: str,

@@ -35,6 +35,8 @@ from inferc.cli.common import (
     TrustedKeys,
     decode_utf8,
     engine_options,
+    listed,
+    name_of,
     print_json,
     say,
 )
@@ -279,7 +281,7 @@ def generate(
             trusted_keys=trusted_keys,
             speculate=speculate,
             speculate_tokens=speculate_tokens,
-            adapters=_listed(adapter),
+            adapters=listed(adapter),
             structured_outputs_backend=structured_outputs_backend,
         ),
     ) as llm:
@@ -372,17 +374,6 @@ def _text_of(option: str, path: Path) -> str:
         raise ConfigError(f"{option} {path}: cannot be read: {error.strerror}") from None
 
 
-def _listed(adapter: str | None) -> list[str]:
-    return [] if adapter is None else [adapter]
-
-
-def name_of(adapter: str | None) -> str:
-    """Return the name of the adapter of `--adapter NAME=PATH`, "" without one. Raises ConfigError for other texts."""
-    from inferc.runtime.adapters.store import parse_adapters
-
-    return next(iter(parse_adapters(_listed(adapter))), "")
-
-
 def check_tap(tap: list[str] | None, tap_out: Path | None) -> None:
     if bool(tap) != (tap_out is not None):
         raise ConfigError("--tap NAME says which values are kept and --tap-out FILE.npz where; give both or none")
@@ -452,7 +443,7 @@ def chat(
     asked.update(min_p=min_p, typical_p=typical_p, repetition_penalty=repetition_penalty, **xtc, **dry)
     start = [{"role": "system", "content": system}] if system else []
     options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic, trusted_keys=trusted_keys)
-    options |= {"speculate": speculate, "speculate_tokens": speculate_tokens, "adapters": _listed(adapter)}
+    options |= {"speculate": speculate, "speculate_tokens": speculate_tokens, "adapters": listed(adapter)}
     asked |= {"adapter": name_of(adapter)}
     with LLM(out, special_tokens_in_text=special_tokens_in_text, **options) as llm:
         if not llm.text.has_chat_template:

@@ -39,7 +39,8 @@ class EndpointBackend:
     """A batch backend for a server at HOST:PORT, used as a context manager.
 
     At most `concurrency` sequences are open there at once (None: about as many as it runs at once).
-    api_key, tls: as for Client. Raises ServerError if no server answers.
+    model: which of the server's models or adapters answers; "" for its first. api_key, tls: as for Client. Raises
+    ServerError if no server answers.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class EndpointBackend:
         concurrency: int | None = None,
         api_key: str | None = None,
         tls: Tls | None = None,
+        model: str = "",
     ) -> None:
-        self._client = Client(address, retries=0, api_key=api_key, tls=tls)  # `_work` retries by itself
+        # `_work` retries by itself
+        self._client = Client(address, model=model, retries=0, api_key=api_key, tls=tls)
         try:
             info = self._connect(has_key=api_key is not None, is_tls=tls is not None)
         except BaseException:
