@@ -31,8 +31,6 @@ from inferc.runtime.engine.load import load_engine
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.system.resources import available_cores
 
-PROMPT_LEN = 64
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -41,6 +39,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=16)
     parser.add_argument("--ranks", default="8,16,64")
     parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--prompt-len", type=int, default=8)
     parser.add_argument("--output-len", type=int, default=48)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=available_cores())
@@ -103,7 +102,9 @@ def bytes_ratio(base: Artifact, engine: Engine, names: list[str]) -> float:
 
 def compare(plain: Engine, adapted: Engine, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """Measure the three in turn; each gets the same requests."""
-    prompts = np.random.default_rng(0).integers(3, plain.model.vocab_size, (options.requests, PROMPT_LEN)).tolist()
+    prompts = (
+        np.random.default_rng(0).integers(3, plain.model.vocab_size, (options.requests, options.prompt_len)).tolist()
+    )
     params = SamplingParams(temperature=0, max_tokens=options.output_len, ignore_eos=True)
     of_request = [replace(params, adapter=names[at % len(names)]) for at in range(options.requests)]
     ways = {"base": (plain, [params] * options.requests), "room": (adapted, [params] * options.requests)}
