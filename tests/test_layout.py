@@ -98,7 +98,7 @@ LOOSE = {
 # The rooms of each stage: a new one is added here, with its row in docs/architecture.md.
 FOLDERS = {
     "": {*STAGES, "backends", "bench", "chat", "cli", "client", "compiler", "cost", "ir", "system"},
-    "frontend": {"checkpoint", "text", "trace"},
+    "frontend": {"checkpoint", "heads", "text", "trace"},
     "passes": {"adapters", "attention", "fuse", "lower", "normalize", "parallel", "quantize"},
     "codegen": {"cpp", "onnx", "tensorrt", "triton"},
     "runtime": {

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from inferc.config import HUB_ID
 from inferc.errors import ConfigError, InfercError, UnsupportedError
 from inferc.frontend.checkpoint import sentencepiece as sentencepiece_file
 from inferc.frontend.checkpoint import unreadable
-from inferc.frontend.checkpoint.safetensors import SafetensorsReader, TensorDictReader, TensorSpec, read_folder
+from inferc.frontend.checkpoint.safetensors import TensorDictReader, TensorSpec, read_folder
 from inferc.frontend.model_class import causal_class
 from inferc.frontend.trace import torch_export as trace
+from inferc.ir.weights import TensorReader
+from inferc.manifest import Head
 from inferc.system.own_process import uncollected
 
 log = logging.getLogger(__name__)
@@ -27,15 +30,28 @@ NOT_OF_HUB = ["consolidated*", "*/*"]  # second copies of the weights, in their 
 
 
 @dataclass(frozen=True)
+class HeadOf:
+    """The part of a head's checkpoint that other models lack: the model that it drafts for, and the facts of it.
+
+    token_ids [num_logits] i32: the model's ids of the tokens that it can draft; None: all, in their order.
+    """
+
+    model: Checkpoint
+    facts: Head
+    token_ids: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A model's config and tensors; `tensors` holds (shape, dtype) by the checkpoint's names."""
 
     config: Any  # transformers' PretrainedConfig
     model_class: type[Any]  # transformers' class of the causal language model
     tensors: dict[str, TensorSpec]
-    reader: SafetensorsReader | TensorDictReader
+    reader: TensorReader
     folder: Path | None = None  # None for a module in memory
     module: torch.nn.Module | None = None
+    head: HeadOf | None = None  # for a head that drafts (inferc.frontend.heads)
 
     @property
     def name(self) -> str:

@@ -39,6 +39,18 @@ class _Logits(torch.nn.Module):
         return logits
 
 
+class _HeadLogits(torch.nn.Module):
+    """A module that maps token ids, positions and the hidden rows of another model to the logits of a head."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.model = head
+
+    def forward(self, token_ids: Tensor, positions: Tensor, hidden_in: Tensor) -> Tensor:
+        logits: Tensor = self.model(token_ids, positions, hidden_in)
+        return logits
+
+
 def build(model_class: type[Any], config: Any, dtype: torch.dtype, device: str, attention: str | None = "eager") -> Any:
     """Build `model_class` from a copy of `config`, in `dtype` and eval mode; on "cpu" it has random weights.
 
@@ -86,18 +98,24 @@ def _field_of(fields: Mapping[str, Any], value: str) -> str:
 
 
 def trace(model: Any) -> Any:
-    """Trace `model` (on the meta device) to an ExportedProgram with inputs token_ids and positions, i64 [1, T]."""
+    """Trace `model` (on the meta device) to an ExportedProgram with inputs token_ids and positions, i64 [1, T].
+
+    A head (inferc.frontend.heads) also has the input hidden_in [1, T, hidden_width], in its own dtype.
+    """
     interfaces.register()
     interfaces.use(model)
     dense_experts.use(model)
     sparse_mixer.use(model)
     packed_attention.use(model)
-    wrapper = _Logits(model).eval()
-    example = torch.zeros(1, HINT, dtype=torch.long, device="meta")
+    examples = {name: torch.zeros(1, HINT, dtype=torch.long, device="meta") for name in ("token_ids", "positions")}
+    width = getattr(model, "hidden_width", None)
+    if width is not None:
+        examples["hidden_in"] = torch.zeros(1, HINT, width, dtype=model.dtype, device="meta")
+    wrapper = (_Logits if width is None else _HeadLogits)(model).eval()
     try:
         # torch prints the whole graph when it fails; the exception has the reason.
         with quiet(), uncollected(), torch.no_grad(), redirect_stderr(StringIO()), Literals():
-            exported = _export(wrapper, example)
+            exported = _export(wrapper, examples)
         with quiet(), uncollected(), redirect_stderr(StringIO()):
             return exported.run_decompositions({})
     except InfercError as error:
@@ -111,12 +129,12 @@ def trace(model: Any) -> Any:
         ) from error
 
 
-def _export(wrapper: torch.nn.Module, example: Tensor) -> Any:
+def _export(wrapper: torch.nn.Module, examples: dict[str, Tensor]) -> Any:
     """Export with a symbolic number of tokens; raise whatever the model's code or torch raises."""
 
     def export(tokens: Any) -> Any:
-        shapes = {"token_ids": {1: tokens}, "positions": {1: tokens}}
-        return torch.export.export(wrapper, (example, example.clone()), dynamic_shapes=shapes, strict=False)
+        shapes = {name: {1: tokens} for name in examples}
+        return torch.export.export(wrapper, tuple(examples.values()), dynamic_shapes=shapes, strict=False)
 
     try:
         return export(torch.export.Dim("T", min=2))
@@ -144,8 +162,9 @@ def longest(exported: Any) -> int:
 
 
 def _inputs(exported: Any) -> list[fx.Node]:
-    """Return the placeholders of token_ids and positions, which come after those of parameters and buffers."""
-    return [node for node in exported.graph.nodes if node.op == "placeholder"][-2:]
+    """Return the placeholders of what the traced module was given, without those of parameters and buffers."""
+    given = set(exported.graph_signature.user_inputs)
+    return [node for node in exported.graph.nodes if node.op == "placeholder" and node.name in given]
 
 
 def _bounds(exported: Any, num_tokens: torch.SymInt) -> tuple[int, int]:

@@ -88,7 +88,8 @@ class Flattener:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 made = self.graph.placeholder(str(node.target))
-                made.meta.update(node.meta, val=self.program.fake((self.tokens,), node.meta["val"].dtype))
+                _, _, *rest = node.meta["val"].shape
+                made.meta.update(node.meta, val=self.program.fake((self.tokens, *rest), node.meta["val"].dtype))
                 self.new[node] = made
                 self.on_tokens.add(node)
             elif node.op == "output":

@@ -7,16 +7,12 @@ balanced by the bytes of their weights.
 
 from __future__ import annotations
 
-import math
-
 from msgspec.structs import replace
-from torch import fx
 
 from inferc.errors import UnsupportedError
 from inferc.ir import program as program_lib
-from inferc.ir.program import Program, ancestors, name_of
-
-Stage = dict[fx.Node, int]  # the pipeline stage of each call
+from inferc.ir.layer_borders import Stage, crossing, layer_of, layers_of_calls
+from inferc.ir.program import Program
 
 
 def split_stages(program: Program, pp: int) -> list[Program]:
@@ -40,9 +36,9 @@ def layer_bytes(program: Program) -> list[int]:
 
     Weights in front of the layers count with the first layer, those behind the layers with the last.
     """
-    num_layers = 1 + max((_layer(node) for node in program.graph.nodes), default=-1)
+    num_layers = 1 + max((layer_of(node) for node in program.graph.nodes), default=-1)
     sizes = [0] * max(num_layers, 1)
-    of = _layers(program)
+    of = layers_of_calls(program)
     seen: set[tuple[str, int]] = set()
     for node in program.graph.nodes:
         if node.op == "get_attr":
@@ -74,32 +70,14 @@ def balance(sizes: list[int], parts: int) -> list[int]:
     return list(best[parts, len(sizes)][1])
 
 
-def _layer(node: fx.Node) -> int:
-    layer = node.meta.get("layer")
-    return -1 if layer is None else int(layer)
-
-
-def _layers(program: Program) -> dict[fx.Node, int]:
-    """Return the layer that each call runs with: its own, or the highest of the calls before it."""
-    of: dict[fx.Node, int] = {}
-    latest = 0
-    for node in program.graph.nodes:
-        if node.op == "call_function":
-            latest = max(latest, _layer(node))
-            # A call outside of all layers runs with the first layer, or with the highest one that precedes it in the
-            # graph.
-            of[node] = _layer(node) if _layer(node) >= 0 else latest
-    return of
-
-
 def _stages(program: Program, first_layers: list[int]) -> Stage:
-    return {node: sum(layer >= first for first in first_layers) - 1 for node, layer in _layers(program).items()}
+    return {node: sum(layer >= first for first in first_layers) - 1 for node, layer in layers_of_calls(program).items()}
 
 
 def _keep(program: Program, stages: Stage, stage: int, pp: int) -> None:
     """Reduce `program` to that of one stage."""
-    entering = _crossing(stages, stage) if stage else None
-    leaving = _crossing(stages, stage + 1) if stage + 1 < pp else None
+    entering = crossing(stages, stage, f"--pp: stage {stage}") if stage else None
+    leaving = crossing(stages, stage + 1, f"--pp: stage {stage + 1}") if stage + 1 < pp else None
     if entering is not None:
         last_input = program.inputs()[-1]
         with program.graph.inserting_after(last_input):
@@ -115,22 +93,3 @@ def _keep(program: Program, stages: Stage, stage: int, pp: int) -> None:
         program.info = replace(program.info, hidden_out=True)
     program.drop_unused()
     program.info = replace(program.info, pp_stage=stage, pp_size=pp)
-
-
-def _crossing(stages: Stage, stage: int) -> fx.Node:
-    """Return the one value that earlier stages compute from tokens and that `stage` or later ones read."""
-    found = [
-        node
-        for node, at in stages.items()
-        if at < stage and any(stages.get(user, math.inf) >= stage for user in node.users) and not _of_positions(node)
-    ]
-    if len(found) != 1:
-        names = ", ".join(name_of(node) for node in found)
-        raise UnsupportedError(f"--pp: {len(found)} values cross from stage {stage - 1} ({names}); expected one")
-    return found[0]
-
-
-def _of_positions(node: fx.Node) -> bool:
-    """Return whether a value depends on positions and weights alone."""
-    inputs = {each.name for each in ancestors([node]) if each.op == "placeholder"}
-    return inputs <= {"positions"}

@@ -116,6 +116,11 @@ class Artifact:
         return self.model.vocab_size
 
     @property
+    def num_logits(self) -> int:
+        """The number of tokens that a row of logits is over: a head may draft some of the vocabulary only."""
+        return self.vocab_size if self.model.head is None else self.model.head.num_logits
+
+    @property
     def block_size(self) -> int:
         return self.config.block_size
 

@@ -106,7 +106,8 @@ class Engine:
         self._idle_work = idle_work
         self.taps = taps
         self.grammars = grammars or Grammars(None, config.max_num_seqs, model.vocab_size)
-        self._watchers: tuple[Watcher, ...] = tuple(each for each in (recorder, taps) if each is not None)
+        feed = None if speculation is None else speculation.watcher
+        self._watchers: tuple[Watcher, ...] = tuple(each for each in (recorder, taps, feed) if each is not None)
         self._before_first_output = before_first_output
         self.model = model
         self.scheduler = Scheduler(config, clock, mover, speculation)

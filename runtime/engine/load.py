@@ -74,6 +74,12 @@ _ASKED = (
         "grammars",
         "its answers are not held to a form",
     ),
+    _Asked(
+        "--speculate",
+        lambda config: config.speculate if Speculate.parse(config.speculate).method == "eagle3" else None,
+        "taps",
+        "its steps show no rows to a head",
+    ),
     _Asked("--kv-evict", lambda config: config.kv_evict, "kv_evict", _NO_BLOCKS),
     _Asked("--kv-events", lambda config: config.kv_events, "kv_events", _NO_BLOCKS),
     _Asked(
@@ -113,6 +119,11 @@ def load_engine(
             path, target=target, manifest_sha256=manifest_sha256, trusted_keys=options.get("trusted_keys")
         )
     target = target or artifact.manifest.targets[0]
+    if (head := artifact.model.head) is not None:
+        raise ConfigError(
+            f"{artifact.path} is a head that drafts for another model; run that one with --speculate"
+            f" {head.kind}:{artifact.path}"
+        )
     config = from_dict(EngineConfig, options)
     factory: RunnerFactory = find_spec(target).find_runner()
     can = factory.capabilities(artifact)
@@ -124,9 +135,11 @@ def load_engine(
     groups = _groups(artifact, target, config, can, chunked_prefill)
     nodes = choose_nodes(artifact.program, config.tap) if config.tap else ()
     draft = beside = None
-    if Speculate.parse(config.speculate).method == "draft":
+    if Speculate.parse(config.speculate).path:
         draft = DraftModel(config, artifact, target, groups)
         config, beside = draft.reduced(config, groups), draft.request()
+        if draft.artifact.model.head is not None:
+            can -= {"partial_blocks"}  # it can read no row of a token that was found within a block
     opened = factory.open(RunnerRequest(artifact, target, config, groups, check.wait, beside))
     runner, mover = opened.runner, opened.mover
     with ExitStack() as made:  # closes what was made if something after it fails
@@ -134,6 +147,8 @@ def load_engine(
         if mover is not None:
             made.callback(mover.close)
         taps = _make_taps(nodes, runner, config)
+        if draft is not None:
+            draft.watch(runner)
         speculation = make_speculation(
             config, draft, groups, opened.config.num_blocks, artifact.vocab_size, "drafts" in can
         )

@@ -1,4 +1,4 @@
-"""The speculation of an engine, as its options ask: the drafter, and the draft model's runner where it is one."""
+"""The speculation of an engine, as its options ask: the drafter, and the runner of a draft model or of a head."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
+
+import numpy as np
 
 from inferc.config import EngineConfig, Speculate
-from inferc.errors import ConfigError
+from inferc.errors import ArtifactError, ConfigError
 from inferc.kv_groups import CacheGroup, CacheLimits, cache_groups, shared_part
+from inferc.manifest import HEAD_IDS, Head
+from inferc.runtime.artifact.files import AGAIN
 from inferc.runtime.artifact.load import Artifact, load_artifact
-from inferc.runtime.runners.api import RunnerFactory, RunnerRequest
-from inferc.runtime.speculation.draft_model import DraftSizes, ModelDrafter
+from inferc.runtime.runners.api import HeadRunner, Runner, RunnerFactory, RunnerRequest, TappingRunner
+from inferc.runtime.runners.nodes import Node, all_nodes
+from inferc.runtime.speculation.draft_model import ModelDrafter
 from inferc.runtime.speculation.drafter import Drafter
 from inferc.runtime.speculation.forced import ForcedDrafter
+from inferc.runtime.speculation.head import HeadDrafter, HeadNodes
 from inferc.runtime.speculation.ngram import NgramDrafter
 from inferc.runtime.speculation.speculation import Speculation
+from inferc.runtime.speculation.stepping import DraftSizes
+from inferc.runtime.step.limits import outside
+from inferc.runtime.step.plan import I32
 from inferc.targets import find_spec
 
 log = logging.getLogger(__name__)
@@ -28,16 +38,21 @@ NOT_WITH: tuple[tuple[str, Callable[[EngineConfig], object], tuple[str, ...], st
     (
         "--kv-evict",
         lambda config: config.kv_evict,
-        ("ngram", "draft"),
+        ("ngram", "draft", "eagle3"),
         "a token that is not chosen cannot bring back what it evicted",
     ),
     (
         "--tap",
         lambda config: config.tap,
-        ("ngram", "draft"),
+        ("ngram", "draft", "eagle3"),
         "the values of drafted tokens that are not chosen would be among those kept",
     ),
-    ("--kv-disk", lambda config: config.kv_disk, ("draft",), "the draft model's K and V are not kept there"),
+    (
+        "--kv-disk",
+        lambda config: config.kv_disk,
+        ("draft", "eagle3"),
+        "K and V of what drafts are not kept there",
+    ),
 )
 """The options that speculation does not go with, the methods that this is so for, and why."""
 
@@ -50,24 +65,64 @@ def check_together(config: EngineConfig) -> None:
 
 
 class DraftModel:
-    """The draft model that `--speculate draft:PATH` names, checked against the model that it drafts for."""
+    """The draft model, or the head, that `--speculate` names, checked against the model that it drafts for."""
 
     def __init__(self, config: EngineConfig, artifact: Artifact, target: str, groups: Sequence[CacheGroup]) -> None:
-        """Load the artifact of the draft model.
+        """Load the artifact of the draft model or of the head.
 
-        groups: the KV groups of the model that it drafts for. Raises ConfigError for a draft model of another
-        vocabulary, block size or target, and ArtifactError for what is no artifact.
+        groups: the KV groups of the model that it drafts for. Raises ConfigError for one of another vocabulary, block
+        size or target, or for a head of another model, and ArtifactError for what is no artifact.
         """
         self.option = f"--speculate {config.speculate}"
-        path = Path(Speculate.parse(config.speculate).path)
+        wanted = Speculate.parse(config.speculate)
+        path = Path(wanted.path)
         self.artifact = load_artifact(path, target=target, trusted_keys=config.trusted_keys)
         self.target, self._config = target, config
         self.groups = tuple(CacheGroup(group.bytes_per_token) for group in cache_groups(self.artifact.whole_kv_groups))
+        self._check_kind(wanted.method)
         self._check(artifact, groups)
+        self._given = () if self.artifact.model.head is None else self._nodes_for(artifact, self.artifact.model.head)
         self._max_model_len = artifact.max_model_len
         self._block_bytes = self.artifact.block_size * sum(group.bytes_per_token for group in self.groups)
         self._budget = max(MOST_BATCHED_TOKENS, config.max_num_seqs)  # tokens of a step
         self.weights = self.artifact.verify_weights()
+
+    def _check_kind(self, method: str) -> None:
+        head = self.artifact.model.head
+        if (found := "draft" if head is None else head.kind) != method:
+            what = "a model of its own" if head is None else f"an {found} head"
+            raise ConfigError(f"{self.option}: {self.artifact.path} is {what}; give --speculate {found}:PATH")
+
+    def _nodes_for(self, artifact: Artifact, head: Head) -> tuple[Node, ...]:
+        """Return the nodes of the large model whose rows the head reads.
+
+        Raises ConfigError for a head of another model.
+        """
+        model = artifact.model
+        for what, found, expected in (
+            ("of rows of", head.hidden_size, model.hidden_size),
+            ("of a model with a number of layers of", head.num_layers, model.num_attention_layers),
+        ):
+            if found != expected:
+                raise ConfigError(
+                    f"{self.option} is a head {what} {found}, and {artifact.path} has {expected}; compile it with"
+                    " --head-of the folder of this model"
+                )
+        known = all_nodes(artifact.program)
+        (dtype,) = {each.dtype for each in self.artifact.program.step.inputs if each.name == "hidden_in"}
+        nodes = [known.get(name) for name in head.inputs]
+        for name, node in zip(head.inputs, nodes, strict=True):
+            if node is None or node.by_logits_row or node.shape != (head.hidden_size,):
+                raise ConfigError(
+                    f"{self.option}: the step of {artifact.path} has no {name} with a row for each token, which the"
+                    " head reads; compile it with --head-of the folder of this model"
+                )
+            if node.dtype != dtype:
+                raise ConfigError(
+                    f"{self.option}: the head reads rows in {dtype}, and those of {artifact.path} are in {node.dtype};"
+                    f" compile the head with --dtype {node.dtype}"
+                )
+        return tuple(dict.fromkeys(node for node in nodes if node is not None))
 
     def _check(self, artifact: Artifact, groups: Sequence[CacheGroup]) -> None:
         mine = self.artifact
@@ -111,16 +166,42 @@ class DraftModel:
         )
         return RunnerRequest(self.artifact, self.target, own, self.groups, self.weights.wait)
 
-    def open(self, num_blocks: int) -> ModelDrafter:
-        """Open the draft model's runner with that many blocks, and return the drafter."""
+    def watch(self, runner: Runner) -> None:
+        """Have the large model's runner show the rows that a head reads."""
+        if self._given:
+            assert isinstance(runner, TappingRunner), "it has the capability taps"
+            runner.set_taps(self._given)
+
+    def open(self, num_blocks: int) -> Drafter:
+        """Open the runner of what drafts with that many blocks, and return the drafter."""
         config, artifact = self._config, self.artifact
         factory: RunnerFactory = find_spec(self.target).find_runner()
         opened = factory.open(self.request(num_blocks))
-        log.info("draft model %s: %.1f MB of K and V", artifact.path, num_blocks * self._block_bytes / 1e6)
+        log.info("%s: %.1f MB of K and V", self.option, num_blocks * self._block_bytes / 1e6)
         sizes = DraftSizes(
             artifact.block_size, artifact.max_model_len, artifact.vocab_size, len(self.groups), self._budget
         )
-        return ModelDrafter(opened.runner, sizes, config.max_num_seqs, config.speculate_tokens)
+        head = artifact.model.head
+        if head is None:
+            return ModelDrafter(opened.runner, sizes, config.max_num_seqs, config.speculate_tokens)
+        runner = cast(HeadRunner, opened.runner)
+        runner.set_taps([all_nodes(artifact.program)[head.own]])
+        (width,) = {int(each.shape[1]) for each in artifact.program.step.inputs if each.name == "hidden_in"}
+        nodes = HeadNodes(tuple(head.inputs), head.own, width, self._token_ids(head))
+        return HeadDrafter(runner, sizes, nodes, config.max_num_seqs, config.speculate_tokens)
+
+    def _token_ids(self, head: Head) -> I32 | None:
+        """Return the model's id of each token that the head can draft; None: all, in their order."""
+        artifact = self.artifact
+        if HEAD_IDS not in artifact.manifest.files:
+            return None
+        ids = np.frombuffer(artifact.read(HEAD_IDS), "<i4").astype(np.int32)
+        if len(ids) != head.num_logits or outside(ids, artifact.vocab_size):
+            raise ArtifactError(
+                f"{artifact.path / HEAD_IDS}: {len(ids)} ids up to {ids.max(initial=0)}, expected {head.num_logits} of"
+                f" a vocabulary of {artifact.vocab_size}; {AGAIN}"
+            )
+        return ids
 
 
 def make_speculation(
@@ -134,7 +215,7 @@ def make_speculation(
     """Return what drafts tokens, or None if nothing may be drafted.
 
     Without speculation the tokens are drafted that a grammar forces, if the runner takes drafts (`can_draft`) and no
-    option speaks against it. draft: the draft model, if one is asked for. num_blocks: of each of `groups`.
+    option speaks against it. draft: the draft model or the head, if one is asked for. num_blocks: of each of `groups`.
     vocab_size: of the model that is drafted for.
     """
     method, count = Speculate.parse(config.speculate).method, config.speculate_tokens

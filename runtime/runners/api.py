@@ -14,7 +14,7 @@ from inferc.manifest_types import Observable
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.offload.manager import BlockMover
 from inferc.runtime.runners.nodes import Node
-from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
+from inferc.runtime.step.plan import F32, I32, Rows, StepPlan, StepResult
 from inferc.targets import find_spec
 
 Capability = Literal[
@@ -91,6 +91,14 @@ class TappingRunner(Runner, Protocol):
 
     def set_taps(self, nodes: Sequence[Node]) -> None:
         """Choose the nodes, once, before the first step."""
+
+
+@runtime_checkable
+class HeadRunner(TappingRunner, Protocol):
+    """A runner of a head that drafts, whose steps read rows of another model."""
+
+    def submit(self, plan: StepPlan, hidden: Rows | None = None) -> None:
+        """Queue a step. hidden [T, hidden_width]: what the head reads beside each token."""
 
 
 @runtime_checkable

@@ -34,6 +34,10 @@ class CompiledForCpu(Compiled, Protocol):
     """A compiled model with a library for each of its instruction sets."""
 
     @property
+    def num_logits(self) -> int:
+        """The number of tokens that a row of logits is over: a head may draft some of the vocabulary only."""
+
+    @property
     def isas(self) -> tuple[str, ...]: ...
     @property
     def memory(self) -> MemoryFormula: ...

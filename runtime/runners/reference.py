@@ -29,7 +29,7 @@ from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
 from inferc.runtime.runners.dense.host_sampler import HostSampler, log_softmax
 from inferc.runtime.runners.hidden_rows import has_hidden_rows
 from inferc.runtime.runners.nodes import Node
-from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
+from inferc.runtime.step.plan import F32, I32, Rows, StepPlan, StepResult
 
 
 class ReferenceRunner:
@@ -40,18 +40,19 @@ class ReferenceRunner:
         self._caches = new_kv_caches(self._program, config.num_blocks)
         self._artifact = artifact
         self._weights: dict[str, Tensor] = {}
-        self._sampler = HostSampler(config.max_num_seqs, artifact.vocab_size)
-        self._queue: deque[tuple[StepPlan, dict[int, Tensor]]] = deque()  # with the adapters as they were
+        self._sampler = HostSampler(config.max_num_seqs, artifact.num_logits)
+        # With the adapters as they were, and the rows that a head reads.
+        self._queue: deque[tuple[StepPlan, dict[int, Tensor], Rows | None]] = deque()
         self._adapters: dict[int, Tensor] = {}
         self._taps: dict[str, Node] = {}
 
-    def submit(self, plan: StepPlan) -> None:
-        self._queue.append((plan, self._adapters))
+    def submit(self, plan: StepPlan, hidden: Rows | None = None) -> None:
+        self._queue.append((plan, self._adapters, hidden))
 
     def wait(self) -> StepResult:
-        plan, adapters = self._queue.popleft()
+        plan, adapters, given = self._queue.popleft()
         tapped: dict[str, Tensor] = {}
-        result = self._sampler.sample(plan, self._step(plan, tapped, adapters)[1].numpy())
+        result = self._sampler.sample(plan, self._step(plan, tapped, adapters, given)[1].numpy())
         values = _tapped_rows(plan, tapped, self._taps) if len(plan.tapped_rows) else None
         return replace(result, tapped=values)
 
@@ -83,17 +84,21 @@ class ReferenceRunner:
         self._adapters = kept
 
     def _logits(self, plan: StepPlan) -> F32:
-        """Run the step, which writes its K and V to the caches, and return the logits [S, vocab_size]."""
+        """Run the step, which writes its K and V to the caches, and return the logits [S, num_logits]."""
         result: F32 = self._step(plan)[1].numpy()
         return result
 
     def _step(
-        self, plan: StepPlan, tapped: dict[str, Tensor] | None = None, adapters: dict[int, Tensor] | None = None
+        self,
+        plan: StepPlan,
+        tapped: dict[str, Tensor] | None = None,
+        adapters: dict[int, Tensor] | None = None,
+        given: Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the step and return the hidden rows before the LM head, and the logits.
 
         tapped: a dict that receives the values of tapped nodes by name. adapters: those that are loaded; by default the
-        present ones.
+        present ones. given: the rows that a head reads.
         """
         arrays: dict[str, NDArray[Any]] = {
             "token_ids": self._sampler.token_ids(plan),
@@ -104,6 +109,9 @@ class ReferenceRunner:
             "logits_rows": plan.logits_rows,
         }
         inputs = {name: torch.tensor(array) for name, array in arrays.items()}
+        if given is not None:
+            rows = torch.from_numpy(given)
+            inputs["hidden_in"] = rows.view(torch.bfloat16) if rows.dtype == torch.uint16 else rows
         for group, cache in enumerate(self._caches):
             inputs[f"slot_mapping_{group}"] = torch.tensor(plan.slot_mapping[group])
             inputs[f"block_table_{group}"] = torch.tensor(plan.block_tables[group])

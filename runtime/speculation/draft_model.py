@@ -1,46 +1,29 @@
 """The drafter that is a model: a smaller one of the same vocabulary guesses the next tokens, one step after the other.
 
-It keeps K and V of its own, in blocks with the numbers of the large model's: block b of a sequence is block b in both.
-So what the prefix cache finds for the one is found for the other, if the draft model computed it. What it computed that
+What the prefix cache finds for the large model is found for the draft model, if it computed it. What it computed that
 was not chosen is written over. Source: Leviathan et al. 2023, arXiv:2211.17192.
 
 It draws with the temperature, the seed and the random numbers of the large model. Where both models think alike they
-then choose alike, also in sampling. A sequence that is held to a grammar is held to it here, too; of penalties the
-draft model knows nothing.
+then choose alike, also in sampling.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from inferc.errors import InfercError
-from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.grammar.masks import Constraint, FixedMasks
-from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.runners.api import Runner
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import NOTHING, Drafter, Offer
-from inferc.runtime.step.plan import I32, I64, SampleRows, StepPlan
+from inferc.runtime.speculation.drafter import NOTHING, Offer
+from inferc.runtime.speculation.stepping import EXPECTED, DraftSizes, SteppingDrafter
+from inferc.runtime.step.plan import I32, SampleRows
 from inferc.runtime.step.sequence import Sequence as Seq
 
 KIND = 9
-EXPECTED = 0.6  # the share of drafted tokens that the large model is assumed to choose
-LEARNING = 0.1  # the weight of the newest step in how long one takes
-
-
-@dataclass(frozen=True)
-class DraftSizes:
-    """The sizes of a draft model and of its runner, in tokens, blocks and groups."""
-
-    block_size: int
-    max_model_len: int
-    vocab_size: int
-    num_groups: int
-    max_num_batched_tokens: int
 
 
 @dataclass
@@ -60,33 +43,17 @@ class _Slot:
     drafted: tuple[int, ...] = ()
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(SteppingDrafter):
     """The drafter of a smaller model, whose runner has as many blocks as the large model's full KV group.
 
     most: the most tokens that are drafted at once.
     """
 
     def __init__(self, runner: Runner, sizes: DraftSizes, num_slots: int, most: int) -> None:
-        self._runner, self._sizes, self._most = runner, sizes, most
+        super().__init__(sizes, most)
+        self._runner = runner
         self._slots = [_Slot() for _ in range(num_slots)]
         self._content: dict[int, bytes] = {}  # by block, the hash of the tokens whose K and V it has
-        self._table: I32 | None = None
-        self._grammars: Grammars | None = None
-        self._depth_seconds = 0.0
-
-    @property
-    def depth_seconds(self) -> float:
-        """The time of a step of the draft model."""
-        return self._depth_seconds
-
-    def attach(self, cache: KVCacheManager) -> None:
-        """Share the block table of the first KV group that keeps all of its blocks."""
-        full = next(index for index, group in enumerate(cache.groups) if not group.spec.frees_blocks)
-        self._table = cache.tables[full]
-
-    def hold_to(self, grammars: Grammars, batch: Batch) -> None:
-        """Hold drafts to the grammars of their sequences."""
-        self._grammars = grammars
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         """Return what can be drafted for sequences whose tokens the draft model has computed.
@@ -117,45 +84,16 @@ class ModelDrafter(Drafter):
         return max(2, self._sizes.max_num_batched_tokens // max(1, num_seqs))
 
     def draft(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        """Draft tokens, one step of the draft model for each token of the longest draft."""
-        drafts: list[list[int]] = [[] for _ in slots]
+        """Draft tokens, and note how far the K and V of each sequence go then."""
         for slot in slots:
             state = self._slots[slot]
             state.num_known, state.drafted = int(batch.num_known[slot]), ()
-        places = [self._place(batch, slot) for slot in slots]
-        try:
-            self._go_on(batch, slots, counts, places, drafts)
-        finally:  # a place in a grammar is where the sequence is, whatever happens
-            for place, ids in zip(places, drafts, strict=True):
-                if place is not None and ids:
-                    place.matcher.rollback(len(ids))
+        drafts = super().draft(batch, slots, counts)
         for slot, ids in zip(slots, drafts, strict=True):
             self._slots[slot].drafted = tuple(ids)
             if ids:
                 self._slots[slot].num_computed = int(batch.num_known[slot]) + len(ids) - 1
         return drafts
-
-    def _go_on(
-        self,
-        batch: Batch,
-        slots: Sequence[int],
-        counts: Sequence[int],
-        places: Sequence[Constraint | None],
-        drafts: list[list[int]],
-    ) -> None:
-        """Append tokens to the drafts, one in each step, and go on with them in the grammars."""
-        for depth in range(max(counts)):
-            rows = [row for row, count in enumerate(counts) if count > depth == len(drafts[row])]
-            rows = [row for row in rows if (place := places[row]) is None or not place.matcher.is_ended]
-            if not rows:
-                break
-            begun = time.perf_counter()
-            held = [places[row] for row in rows]
-            found = self._step(batch, [slots[row] for row in rows], [drafts[row][-1:] for row in rows], depth, held)
-            self._depth_seconds += LEARNING * (time.perf_counter() - begun - self._depth_seconds)
-            for place, row, token in zip(held, rows, found.tolist(), strict=True):
-                if place is None or place.matcher.accept(token):
-                    drafts[row].append(token)
 
     def close(self) -> None:
         """Close the draft model's runner."""
@@ -198,25 +136,19 @@ class ModelDrafter(Drafter):
             start = self._slots[slot].num_computed
             texts.append((start, batch.tokens[slot, start : start + count]))
             self._forget(slot, start, start + count)
-        self._run(batch, slots, texts, None)
+        self._run(slots, texts, None)
         for slot, count in behind:
             self._slots[slot].num_computed += count
             self._name_blocks(self._slots[slot], slot)
 
-    def _place(self, batch: Batch, slot: int) -> Constraint | None:
-        """Return where a sequence is in its grammar, if it has one and both models have as many tokens."""
-        if self._grammars is None or self._grammars.vocab_size != self._sizes.vocab_size:
-            return None
-        return self._grammars.place(batch, slot)
-
-    def _step(
+    def _next(
         self,
         batch: Batch,
         slots: list[int],
         last: list[list[int]],
         depth: int,
         places: Sequence[Constraint | None],
-    ) -> I32:
+    ) -> list[int]:
         """Run one step for each slot over the token that was drafted last, or over all that it lacks; sample one."""
         texts: list[tuple[int, I32]] = []
         for slot, ids in zip(slots, last, strict=True):
@@ -230,7 +162,7 @@ class ModelDrafter(Drafter):
         counters = batch.num_known[slots] - batch.prompt_len[slots] + depth
         rows = batch.draft_rows(np.array(slots, np.int64), counters.astype(np.uint64), self._sizes.vocab_size)
         masks = FixedMasks(places, self._sizes.vocab_size) if any(places) else None
-        return self._run(batch, slots, texts, rows, masks)
+        return self._run(slots, texts, rows, masks).tolist()  # type: ignore[no-any-return]
 
     def _forget(self, slot: int, start: int, end: int) -> None:
         """Forget the content of the blocks that are written to."""
@@ -241,7 +173,6 @@ class ModelDrafter(Drafter):
 
     def _run(
         self,
-        batch: Batch,
         slots: list[int],
         texts: list[tuple[int, I32]],
         rows: SampleRows | None,
@@ -249,34 +180,10 @@ class ModelDrafter(Drafter):
     ) -> I32:
         """Run a step over some tokens of each slot, from a position on; return the ids sampled behind them, if any."""
         assert self._table is not None
-        size, groups = self._sizes.block_size, self._sizes.num_groups
-        lengths: I64 = np.array([len(ids) for _, ids in texts], np.int64)
-        starts: I64 = np.array([start for start, _ in texts], np.int64)
-        query_start_loc = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(lengths, out=query_start_loc[1:])
-        ids = np.concatenate([ids for _, ids in texts]).astype(np.int32)
-        row_slots = np.repeat(np.array(slots, np.int64), lengths)
-        positions = np.arange(len(ids)) + np.repeat(starts - query_start_loc[:-1], lengths)
-        block = positions // size
-        slot_mapping = positions + (self._table[row_slots, block].astype(np.int64) - block) * size
-        ends = starts + lengths
-        table = self._table[slots, : -(-int(ends.max()) // size)]
-        none: I32 = np.zeros(0, np.int32)
-        sample = SampleRows.greedy(none) if rows is None else rows
-        self._runner.submit(
-            StepPlan(
-                token_ids=np.minimum(ids, self._sizes.vocab_size - 1),
-                positions=positions,
-                query_start_loc=query_start_loc,
-                seq_lens=ends.astype(np.int32),
-                seq_slots=np.array(slots, np.int32),
-                logits_rows=none if rows is None else query_start_loc[1:] - 1,
-                slot_mapping=(slot_mapping,) * groups,
-                block_tables=(table,) * groups,
-                sample=sample,
-                masks=masks,
-            )
-        )
+        most = max(start + len(ids) for start, ids in texts)
+        table = self._table[slots, : -(-most // self._sizes.block_size)]
+        starts, ids = [start for start, _ in texts], [ids for _, ids in texts]
+        self._runner.submit(self._plan(slots, table, starts, ids, rows, masks))
         result = self._runner.wait()
         if result.error is not None:
             raise InfercError(f"the step of the draft model failed: {result.error}")

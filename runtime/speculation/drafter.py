@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
+from inferc.runtime.step.plan import StepPlan, StepResult
+from inferc.runtime.step.sequence import Sequence as Seq
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Drafter(ABC):
 
     Every token of a sequence is known when it is asked. A wrong draft costs time, and never changes an answer.
     """
+
+    reads_steps = False
+    """True if `submitted`, `landed` and `updated` are to be called with every step of the large model."""
 
     @property
     def depth_seconds(self) -> float:
@@ -60,6 +65,15 @@ class Drafter(ABC):
     def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
         """Return whether it is worth to wait for the last tokens, after offers of late have led to nothing."""
         return False
+
+    def submitted(self, plan: StepPlan, seqs: Sequence[Seq | None]) -> None:
+        """Mark in a step what is wanted of it, before the runner gets it. seqs: by slot."""
+
+    def landed(self, plan: StepPlan, result: StepResult) -> None:
+        """Take the result of a step."""
+
+    def updated(self) -> None:
+        """Go on with the step that landed last, now that its sequences have their tokens."""
 
     def close(self) -> None:
         """Release what the drafter holds."""

@@ -13,6 +13,8 @@ from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import NOTHING, Drafter, Offer
+from inferc.runtime.step.plan import StepPlan, StepResult
+from inferc.runtime.step.sequence import Sequence as Seq
 
 KIND = 8
 EXPECTED = 0.9  # the share of these tokens that the model is assumed to choose
@@ -31,6 +33,7 @@ class ForcedDrafter(Drafter):
         self.forced: Forced = lambda slot: []
         self.is_any_held: Callable[[], bool] = lambda: False
         self._most, self._other = most, other
+        self.reads_steps = other is not None and other.reads_steps
         self._found: dict[int, list[int]] = {}  # by slot, what is forced
 
     @property
@@ -78,6 +81,21 @@ class ForcedDrafter(Drafter):
     def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
         """Return whether the other drafter's drafts are worth waiting for."""
         return self._other is not None and self._other.is_promising(batch, slots)
+
+    def submitted(self, plan: StepPlan, seqs: Sequence[Seq | None]) -> None:
+        """Show the other drafter a step."""
+        if self._other is not None:
+            self._other.submitted(plan, seqs)
+
+    def landed(self, plan: StepPlan, result: StepResult) -> None:
+        """Show the other drafter the result of a step."""
+        if self._other is not None:
+            self._other.landed(plan, result)
+
+    def updated(self) -> None:
+        """Let the other drafter go on with the landed step."""
+        if self._other is not None:
+            self._other.updated()
 
     def close(self) -> None:
         """Close the other drafter."""

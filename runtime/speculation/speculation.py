@@ -18,10 +18,14 @@ from dataclasses import dataclass
 
 from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
+from inferc.runtime.record.watcher import Watcher
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import Drafter
 from inferc.runtime.speculation.lengths import Acceptance, can_pay, choose_counts
 from inferc.runtime.speculation.step_times import StepTimes
+from inferc.runtime.step.plan import StepPlan, StepResult
+from inferc.runtime.step.sequence import Sequence as Seq
+from inferc.runtime.step.sequence import StepOutputs
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +51,37 @@ class SpeculationStats:
     num_drafts: int = 0
 
 
+class _Feed(Watcher):
+    """The watcher that shows steps to a drafter which reads them, and stops when that fails."""
+
+    def __init__(self, owner: Speculation) -> None:
+        self._owner = owner
+
+    def submitted(self, plan: StepPlan, seqs: Sequence[Seq | None]) -> None:
+        if not self._owner.is_broken:
+            self._owner.attempt(lambda: self._owner.drafter.submitted(plan, seqs))
+
+    def landed(self, plan: StepPlan, result: StepResult) -> None:
+        if not self._owner.is_broken:
+            self._owner.attempt(lambda: self._owner.drafter.landed(plan, result))
+
+    def updated(self, outputs: StepOutputs) -> None:
+        if not self._owner.is_broken:
+            self._owner.attempt(self._owner.drafter.updated)
+
+
 class Speculation:
     """The speculation for the running sequences of an engine; see the module."""
 
     def __init__(self, drafter: Drafter, num_slots: int, vocab_size: int = 1 << 31) -> None:
         """Draft by a drafter for sequences of `num_slots` slots, whose model has `vocab_size` tokens."""
         self._vocab_size = vocab_size
-        self._is_broken = False
+        self.is_broken = False
         self.stats = SpeculationStats()
         self.fit: Fit = lambda _, ids: len(ids)
         self.times = StepTimes()
         self.drafter = drafter
+        self.watcher: Watcher | None = _Feed(self) if drafter.reads_steps else None
         self._acceptance = Acceptance(num_slots)
         self._owners: list[object] = [None] * num_slots
         self._kinds: dict[int, int] = {}  # by slot, the kind of what was drafted
@@ -82,7 +106,7 @@ class Speculation:
 
     def wants_ids(self, batch: Batch) -> bool:
         """Return whether the next step is to be scheduled when all tokens before it are known."""
-        if self._is_broken or not len(batch.order) or not self.drafter.may_draft(batch):
+        if self.is_broken or not len(batch.order) or not self.drafter.may_draft(batch):
             return False
         if self._rest <= 0:
             return True
@@ -123,19 +147,25 @@ class Speculation:
         begun = time.perf_counter()
         arrivals = (seq.arrival for slot in slots if (seq := batch.seqs[slot]) is not None)
         self._newest = max(self._newest, *arrivals, -1)
-        try:
-            drafts = self._draft(batch, slots, room, num_tokens, reserve)
-        except Exception:  # answers do without drafts
-            log.exception("tokens cannot be drafted any more; answers go on without")
-            drafts, self._is_broken = [[] for _ in slots], True
+        drafts: list[list[int]] = []
+        self.attempt(lambda: drafts.extend(self._draft(batch, slots, room, num_tokens, reserve)))
+        drafts = drafts or [[] for _ in slots]
         self._drafting = time.perf_counter() - begun
         return drafts
+
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Do work of the drafter; if it fails, nothing is drafted any more."""
+        try:
+            work()
+        except Exception:  # answers do without drafts
+            log.exception("tokens cannot be drafted any more; answers go on without")
+            self.is_broken = True
 
     def _draft(
         self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
     ) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in slots]
-        if self._is_broken or not self.drafter.may_draft(batch):
+        if self.is_broken or not self.drafter.may_draft(batch):
             return drafts
         if not self._can_pay(num_tokens):  # so none is looked for
             self._note(False)

@@ -9,14 +9,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
+from msgspec import Meta, Struct
 
 FORMAT_VERSION = 2
 MANIFEST = "engine.json"
 PROGRAM = "program.json"  # the program's file in an artifact with one program; with several ranks, each has its own
+HEAD_IDS = "head/token_ids.bin"  # i32, the ids of the tokens that a head drafts, if they are not all
 ONNX_MODEL = "model.onnx"
 TENSORRT_PLAN = "tensorrt/engine.plan"
 # The network that the plan was built from. With several plans, it holds the network of each by the plan's name.
@@ -47,6 +49,22 @@ STORED_DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
+
+
+class Head(Struct, frozen=True):
+    """The facts about a head that drafts for another model.
+
+    hidden_size, num_layers: those of that model. inputs: the nodes of its step whose rows the head reads, in this
+    order. own: the node of the head's step whose rows take their place when it goes on with a token of its own.
+    num_logits: how many of the model's tokens it can draft.
+    """
+
+    kind: Literal["eagle3"]
+    hidden_size: Annotated[int, Meta(ge=1)]
+    num_layers: Annotated[int, Meta(ge=1)]
+    inputs: Annotated[list[str], Meta(min_length=1)]
+    own: str
+    num_logits: Annotated[int, Meta(ge=1)]
 
 
 def segment_plan(name: str) -> str:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from inferc.arena import MemoryFormula, MemoryPlan, Pool
+from inferc.manifest import Head
 from inferc.system.json_text import parse_json
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
@@ -69,6 +70,7 @@ class Model(Struct, frozen=True, omit_defaults=True, kw_only=True):
     generation: dict[str, Any]
     pooling: Pooling | None
     hf_config: dict[str, Any]
+    head: Head | None = None  # for a head that drafts: it is no model of its own
 
 
 class KvGroup(Struct, frozen=True):
@@ -509,10 +511,7 @@ Program: TypeAlias = PlainProgram | LibraryProgram | CubinProgram
 
 
 class RecordArgument(Struct, frozen=True, forbid_unknown_fields=True):
-    """A parameter of a kernel's entry point; parameters are listed in order.
-
-    `kind` is as Triton writes it: *bf16, *i32, …, i32, i64 or u64.
-    """
+    """A parameter of a kernel's entry point; `kind` is as Triton writes it: *bf16, *i32, …, i32, i64 or u64."""
 
     name: str
     kind: str

@@ -91,6 +91,8 @@ class TargetSpec:
     """True if the target serves only to judge other targets by."""
     more_targets: bool = False
     """True if `--add-target` can add chips to an artifact."""
+    heads: bool = False
+    """True if it runs heads that draft (`--head-of`), which read rows of another model."""
 
     def dense_row(self, max_model_len: int) -> int:
         """Return the number of tokens that a sequence's row of a dense KV cache has room for."""
@@ -114,6 +116,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         adapters=True,
         ranks=True,
         kernels_certified="compile",
+        heads=True,
     ),
     TargetSpec(
         "cuda",
@@ -219,6 +222,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         adapters=True,
         ranks=True,
         is_oracle=True,
+        heads=True,
     ),
 )
 

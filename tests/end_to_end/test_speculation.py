@@ -291,14 +291,14 @@ def test_the_memory_of_the_cache_is_shared_with_the_draft_model(tiny_artifact: P
     [
         (
             {"speculate": "medusa:x"},
-            "speculate is 'medusa:x': medusa is not built yet, expected none, ngram or draft",
+            "speculate is 'medusa:x': medusa is not built yet, expected none, ngram, draft",
         ),
-        ({"speculate": "eagle3:x"}, "eagle3 is not built yet"),
-        ({"speculate": "fast"}, "speculate is 'fast', expected none, ngram or draft:PATH"),
-        ({"speculate": "draft:"}, "speculate is 'draft:', expected none, ngram or draft:PATH"),
+        ({"speculate": "fast"}, "speculate is 'fast', expected none, ngram, draft:PATH"),
+        ({"speculate": "draft:"}, "speculate is 'draft:', expected none, ngram, draft:PATH"),
+        ({"speculate": "eagle3"}, "speculate is 'eagle3', expected none, ngram, draft:PATH"),
         (
             {"speculate": "draft:x", "kv_disk": "y"},
-            "does not go with --kv-disk: the draft model's K and V are",
+            "does not go with --kv-disk: K and V of what drafts are not",
         ),
         ({"speculate": "ngram", "speculate_tokens": 64}, "speculate_tokens is 64, expected 1 to 63"),
         ({"speculate": "ngram", "kv_evict": "sinks:4+window:64"}, "does not go with --kv-evict: a token that is not"),

@@ -294,6 +294,7 @@ class Compiled:
         ]
         self.kv_groups = msgspec.convert(groups, list[KvGroup])
         self.block_size, self.max_model_len, self.vocab_size = block_size, max_model_len, vocab_size
+        self.num_logits = vocab_size
         values, pools = places(self.lowered)
         plan = MemoryPlan.of(values, {**dict.fromkeys(POOLS, 0), **pools})
         self.program = stored_program(self.lowered, plan, self.unit.part, self.weights)

@@ -71,7 +71,7 @@ class CpuRunner:
         self.isa = abi.choose_isa(config.isa, artifact.isas)
         self._library = abi.load_library(artifact.library(self.isa))
         self.block_size = artifact.block_size
-        self.vocab_size = artifact.vocab_size
+        self.vocab_size = artifact.num_logits
         self.num_blocks = config.num_blocks
         self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._groups = artifact.kv_groups
@@ -83,7 +83,7 @@ class CpuRunner:
             self.max_num_tokens,
             self.max_num_seqs,
             rows,
-            self.vocab_size,
+            artifact.vocab_size,
             self.num_blocks,
             self.block_size,
             num_offloaded=tuple(count for _, count in files),

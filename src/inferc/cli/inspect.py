@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from inferc.cli.common import Json, Out, print_json, say
 
 if TYPE_CHECKING:
+    from inferc.manifest import Head
     from inferc.manifest_types import Config, KvGroup, Model
     from inferc.runtime.artifact.inspect import Inspection, RankFacts, TensorrtFacts
     from inferc.signature import SignatureFacts
@@ -34,6 +35,7 @@ def _show(facts: Inspection) -> None:
     config, model = facts.config, facts.model
     rows = {
         "model": f"{model.model_type}, {config.dtype}, up to {config.max_model_len} tokens",
+        **({"head": _head(model.head, model.vocab_size)} if model.head is not None else {}),
         "targets": ", ".join(facts.targets),
         "weights": f"{facts.weights_bytes / 1e6:.1f} MB{_quantized(model, config.dtype)}",
         "arena": f"{facts.arena_bytes / 1e6:.1f} MB",
@@ -61,6 +63,13 @@ def _show(facts: Inspection) -> None:
         fields = msgspec.to_builtins(kernel).items()
         rest = "  ".join(f"{key}={value}" for key, value in fields if key not in ("name", "target"))
         say(f"  {kernel.name:{width}} {kernel.target:12} {rest}")
+
+
+def _head(head: Head, vocab_size: int) -> str:
+    """Return text that says what a head drafts, for which model, and from which of its rows."""
+    drafted = "all tokens" if head.num_logits == vocab_size else f"{head.num_logits} of {vocab_size} tokens"
+    of = f"a model of {head.num_layers} layers of {head.hidden_size}"
+    return f"{head.kind}: it drafts {drafted} for {of}, from its {', '.join(head.inputs)}"
 
 
 def _say_rank(rank: RankFacts, config: Config) -> None:

@@ -228,6 +228,15 @@ def compile_model(
             "--add-target", help="Add code for the chips of --target to the existing artifact OUT; its weights stay."
         ),
     ] = False,
+    head_of: Annotated[
+        str | None,
+        typer.Option(
+            "--head-of",
+            metavar="MODEL",
+            help="Compile a head that drafts tokens for this model, given as it was compiled: a folder or a hub id. The"
+            " argument is then the folder of an EAGLE-3 head; run it with --speculate eagle3:OUT beside the model.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compile MODEL into the artifact OUT.
@@ -259,13 +268,17 @@ def compile_model(
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     with progress("load torch") as report:
         if add_target:
+            if head_of is not None:
+                raise ConfigError("--add-target: the code of a head is for one target; leave --head-of out")
             with own_imports():
-                from inferc.compiler.add_target import add_target as compile_
+                from inferc.compiler.add_target import add_target as add
+
+            summary = add(model, out, config, progress=report)
         else:
             with own_imports():
                 from inferc.compiler.build import compile as compile_
 
-        summary = compile_(model, out, config, progress=report)
+            summary = compile_(model, out, config, progress=report, head_of=head_of)
     if as_json:
         print_json(summary.to_json())
         return

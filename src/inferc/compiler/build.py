@@ -29,6 +29,7 @@ from inferc.codegen.select import kernel_named
 from inferc.compiler.certificate import Certificate
 from inferc.compiler.certify import Certifier, threads_for
 from inferc.compiler.equivalence import ProgramCheck
+from inferc.compiler.head_check import HeadCheck, check_head_config
 from inferc.compiler.kernel_check import check_kernels
 from inferc.compiler.price import price
 from inferc.compiler.prompts import encoder, make_long_prompt, make_prompts
@@ -41,6 +42,7 @@ from inferc.frontend.capture import capture
 from inferc.frontend.check import random_copy
 from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
 from inferc.frontend.export import context_length
+from inferc.frontend.heads.load import load_head
 from inferc.frontend.text.generation import eos_token_ids, generation_defaults
 from inferc.frontend.text.pooling import pooling
 from inferc.frontend.text.text_files import tokenizer_files
@@ -50,6 +52,7 @@ from inferc.manifest import (
     CERTIFICATE,
     COSTS,
     FORMAT_VERSION,
+    HEAD_IDS,
     PROGRAM,
     json_bytes,
 )
@@ -98,6 +101,7 @@ def compile(
     *,
     tokenizer: Any = None,
     progress: Progress | None = None,
+    head_of: str | Path | None = None,
 ) -> CompileSummary:
     """Compile `model` into the artifact folder `out`.
 
@@ -105,18 +109,22 @@ def compile(
     `tokenizer` (transformers' own; without one the artifact takes and returns token ids only).
     `out` appears complete or not at all; an artifact that is there already is replaced in one move.
     progress: called with each stage and how much of it is done.
+    head_of: the folder or hub id of the model that `model`, the folder of an EAGLE-3 head, drafts for.
     """
     start = time.perf_counter()
     config = config or CompileConfig()
+    if head_of is not None:
+        check_head_config(config)
     backend = open_backend(Target.parse(config.target))
     passes = load_passes(config.passes)
     with interruptible() as interrupts, OutputFolder(Path(out)) as folder:
         report = interrupts.checked(progress or silent)
-        checkpoint = load_module(model) if isinstance(model, torch.nn.Module) else load(model)
+        checkpoint = _load(model, head_of)
         num_parameters = sum(torch.Size(shape).numel() for shape, _ in checkpoint.tensors.values())
         ranks = _ranks(config)
-        resolved = config.resolve(checkpoint.dtype, context_length(checkpoint.config))
-        generation = generation_defaults(checkpoint)
+        described = checkpoint if checkpoint.head is None else checkpoint.head.model  # a head talks as its model does
+        resolved = config.resolve(described.dtype, context_length(checkpoint.config))
+        generation = generation_defaults(described)
         request_defaults(generation)  # before compiling, report defaults that no request may have
         build = _Build(checkpoint, resolved, backend, folder, tokenizer, report, interrupts, generation, passes, ranks)
         with threads_for(num_parameters):
@@ -133,6 +141,14 @@ def compile(
         kernels=build.kernels,
         certificate=certificate,
     )
+
+
+def _load(model: str | Path | torch.nn.Module, head_of: str | Path | None) -> Checkpoint:
+    if isinstance(model, torch.nn.Module):
+        if head_of is not None:
+            raise ConfigError("head_of: a head is compiled from its folder; give that in place of a module")
+        return load_module(model)
+    return load(model) if head_of is None else load_head(model, head_of)
 
 
 class _Build:
@@ -184,16 +200,22 @@ class _Build:
     def run(self) -> Certificate | None:
         """Write everything; return the certificate."""
         self.report("read the tokenizer", 0, 1)
-        tokenizer = tokenizer_files(self.checkpoint, self.tokenizer, self.generation)
+        head = self.checkpoint.head
+        described = self.checkpoint if head is None else head.model
+        tokenizer = tokenizer_files(described, self.tokenizer, self.generation)
         for name, data in tokenizer.items():
             self.writer.add(f"tokenizer/{name}", data)
         if "chat_template.jinja" in tokenizer:
             self._check_chat()
+        if head is not None and head.token_ids is not None:
+            self.writer.add(HEAD_IDS, head.token_ids.numpy().astype("<i4").tobytes())
         self.report("capture", 0, 1)
-        is_compared = self.config.certify == "auto"
+        is_compared = self.config.certify == "auto" or head is not None
         program = capture(self.checkpoint, self.config.dtype, self.config.max_model_len, is_compared=is_compared)
         encode = encoder(tokenizer.get("tokenizer.json"))
         certify = {"auto": self._certify, "full": self._certify_whole, "layers": self._certify_layers}
+        if head is not None:
+            certify = dict.fromkeys(certify, self._certify_head)
         make = certify.get(self.config.certify)
         if make is None:
             self.lower_and_write(program, None)
@@ -246,6 +268,15 @@ class _Build:
         copied = random_copy(program, self.checkpoint, self.config.dtype, self.ranks.pp, self.ranks.tp)
         manifest = self.lower_and_write(program, None)
         return manifest, self._certify_copy(copied).certificate
+
+    def _certify_head(self, program: Program, _encode: Encode | None) -> tuple[ManifestFacts, Certificate]:
+        """Write the artifact of a head; certify that its program and its kernels compute the head."""
+        lowered: list[RankProgram] = []
+        manifest = self.lower_and_write(program, None, lowered.extend)
+        self.report("certify the head", 0, 1)
+        has_kernels = self.target.spec.kernels_certified == "compile"
+        check = HeadCheck(self.checkpoint, lowered[0].program, self.config.dtype, self.config.allow_drift)
+        return manifest, check.run(self.folder.path if has_kernels else None)
 
     def _check_lowers(self, program: Program) -> None:
         """Raise what lowering would refuse.
@@ -421,6 +452,7 @@ class _Build:
             generation=defaults,
             pooling=pooling(self.checkpoint),
             hf_config=hf_facts(self.checkpoint),
+            head=None if self.checkpoint.head is None else self.checkpoint.head.facts,
         )
 
 

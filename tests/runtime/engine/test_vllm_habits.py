@@ -190,6 +190,7 @@ def test_options_by_their_name_in_vllm(tiny_artifact: Path) -> None:
         ({"method": "ngram", "num_speculative_tokens": 4}, {"speculate": "ngram", "speculate_tokens": 4}),
         ({"model": "out/small"}, {"speculate": "draft:out/small"}),
         ({"model": "out/small", "method": "draft_model"}, {"speculate": "draft:out/small"}),
+        ({"model": "out/head", "method": "eagle3"}, {"speculate": "eagle3:out/head"}),
     ],
 )
 def test_its_speculation_is_ours(given: Any, found: dict[str, Any]) -> None:
@@ -199,7 +200,7 @@ def test_its_speculation_is_ours(given: Any, found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"method": "eagle", "model": "x"}, "expected the method ngram, or the model that drafts: others are not"),
+        ({"method": "eagle", "model": "x"}, "expected the method ngram, or eagle3 with its head, or the model that dr"),
         ("ngram", "expected the method ngram"),
         (
             {"method": "ngram", "prompt_lookup_max": 4},
