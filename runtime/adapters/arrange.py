@@ -70,6 +70,11 @@ def arrange(adapter: PeftAdapter, room: Adapters, dtype: str) -> ArrangedAdapter
             )
         _check(adapter, name, module, room.sites[found[0]], room.rank)
         for number in found:
+            if of_sites[number] is not None:
+                raise UnsupportedError(
+                    f"{adapter.path}: {name}: another module of this file is {room.sites[number].module}, too; the"
+                    f" artifact has one: {MERGE}"
+                )
             of_sites[number] = module
     for name, shape in adapter.copied.items():
         for site in (each for each in room.sites if _is_named(each.module, name)):

@@ -9,10 +9,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -34,13 +34,21 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
     "arrow_config": (None,),
+    "use_bdlora": (None, False),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
-# Ways of starting an adapter that change the model's own weights, which the file does not hold.
 # A copy of the model's own matrix, which PEFT saves beside adapters of embeddings and LM heads.
 COPIED = re.compile(r"^(?P<module>.+)\.base_layer\.weight$")
+# Ways of starting an adapter that change the model's own weights, which the file does not hold.
 CHANGED_BASE = re.compile(r"pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
 PREFIX = re.compile(r"^base_model\.model\.")
 PART = re.compile(r"^(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(\.default)?(\.weight)?$")
+_Alpha: TypeAlias = tuple[re.Pattern[str], Any]  # which modules, and their alpha as it is given
+MAX_ALPHA = 1e30
+MAX_NAME = 512  # characters of a stored name
+# Patterns whose matching takes no long time, whatever the name: a search in them holds up the whole process.
+MAX_PATTERNS, MAX_REPEATS, MAX_GROUPS, MAX_PATTERN = 10_000, 2, 2, 512
 
 
 @dataclass(frozen=True)
@@ -78,9 +86,12 @@ def read_peft(folder: Path) -> PeftAdapter:
     config = _config(folder / CONFIG, config_bytes)
     data = _read(folder, TENSORS)
     path = folder / TENSORS
+    alphas = _alphas(folder / CONFIG, config)
     parts: dict[str, dict[str, F32]] = {}
     copied: dict[str, tuple[int, ...]] = {}
     for stored, value in read_tensors(path, data).items():
+        if len(stored) > MAX_NAME:
+            raise UnsupportedError(f"{path}: a name of {len(stored)} characters; expected {MAX_NAME} or fewer")
         name = PREFIX.sub("", stored)
         if copy := COPIED.match(name):
             copied[copy["module"]] = value.shape
@@ -88,10 +99,13 @@ def read_peft(folder: Path) -> PeftAdapter:
         match = PART.match(name)
         if match is None:
             raise UnsupportedError(f"{path}: {stored}: expected matrices A and B of LoRA alone; {MERGE}")
-        parts.setdefault(match["module"], {})[match["part"]] = value
+        found = parts.setdefault(match["module"], {})
+        if match["part"] in found:
+            raise ArtifactError(f"{path}: {match['module']} has two matrices {match['part']}; expected one of each")
+        found[match["part"]] = value
     if not parts:
         raise ArtifactError(f"{path} holds no tensors; expected the matrices of an adapter")
-    modules = {module: _low_rank(path, module, found, config) for module, found in parts.items()}
+    modules = {module: _low_rank(path, module, found, config, alphas) for module, found in parts.items()}
     return PeftAdapter(folder, modules, hashlib.sha256(config_bytes + b"\0" + data).hexdigest(), copied)
 
 
@@ -135,41 +149,66 @@ def _config(path: Path, data: bytes) -> Mapping[str, Any]:
     return config
 
 
-def _low_rank(path: Path, module: str, parts: Mapping[str, F32], config: Mapping[str, Any]) -> LowRank:
+def _low_rank(
+    path: Path, module: str, parts: Mapping[str, F32], config: Mapping[str, Any], alphas: Sequence[_Alpha]
+) -> LowRank:
     is_embedding = any("embedding" in name for name in parts)
     names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
     if missing := [name for name in names if name not in parts]:
         raise ArtifactError(f"{path}: {module} has no {missing[0]}; download it again")
+    if others := sorted(parts.keys() - set(names)):
+        raise ArtifactError(f"{path}: {module} has {others[0]} beside {names[0]}; expected those of one kind of layer")
     a, b = (parts[name] for name in names)
     if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1] or not len(a):
         raise ArtifactError(
             f"{path}: {module}: A {list(a.shape)} and B {list(b.shape)}; expected [rank, inputs] and [outputs, rank]"
         )
+    with np.errstate(over="ignore", invalid="ignore"):
+        b = b * np.float32(_scale(path, module, len(a), config, alphas))
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise ArtifactError(f"{path}: {module} holds numbers that are not finite; it was not saved well")
-    return LowRank(a, b * np.float32(_scale(path, module, len(a), config)), is_embedding)
+        raise ArtifactError(
+            f"{path}: {module} holds numbers that are not finite, as they are or times lora_alpha; it was not saved"
+            " well"
+        )
+    return LowRank(a, b, is_embedding)
 
 
-def _scale(path: Path, module: str, rank: int, config: Mapping[str, Any]) -> float:
+def _scale(path: Path, module: str, rank: int, config: Mapping[str, Any], alphas: Sequence[_Alpha]) -> float:
     """Return alpha over the rank, or over its square root with `use_rslora`.
 
     Source: Kalajdzievski 2023, arXiv:2312.03732.
     """
-    alpha: Any = config.get("lora_alpha", 8)
-    patterns = config.get("alpha_pattern") or {}
-    if isinstance(patterns, dict):
-        for pattern, own in patterns.items():
-            if _names(pattern, module):
-                alpha = own
-                break
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ArtifactError(f"{path.parent / CONFIG}: lora_alpha {alpha!r} of {module}: expected a number")
+    alpha: Any = next((own for pattern, own in alphas if pattern.match(module)), config.get("lora_alpha", 8))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -MAX_ALPHA <= alpha <= MAX_ALPHA:
+        raise ArtifactError(f"{path.parent / CONFIG}: lora_alpha {alpha!r:.60} of {module}: expected a number")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _names(pattern: str, module: str) -> bool:
-    """Tell whether a key of `alpha_pattern` means a module: it is a regular expression for the end of the name."""
-    try:
-        return re.match(rf"(.*\.)?({pattern})$", module) is not None
-    except re.error:
-        return False
+def _alphas(path: Path, config: Mapping[str, Any]) -> list[_Alpha]:
+    """Return the keys of `alpha_pattern`, regular expressions for the end of a module's name, with their values.
+
+    Raises UnsupportedError for an expression that could be searched for ever, ArtifactError for what is none.
+    """
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
+        raise ArtifactError(f"{path}: alpha_pattern: expected an object of at most {MAX_PATTERNS} entries")
+    found = []
+    for pattern, alpha in patterns.items():
+        if not _is_quick(pattern):
+            raise UnsupportedError(
+                f"{path}: alpha_pattern {pattern!r:.60} is not built: expected the end of a module's name, with at most"
+                f" {MAX_GROUPS} groups and {MAX_REPEATS} repetitions of single characters"
+            )
+        try:
+            found.append((re.compile(rf"(.*\.)?({pattern})$"), alpha))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ArtifactError(f"{path}: alpha_pattern {pattern!r:.60} is no regular expression: {error}") from None
+    return found
+
+
+def _is_quick(pattern: str) -> bool:
+    """Tell whether an expression is surely matched in a time that grows with no more than a low power of the name."""
+    plain = re.sub(r"\[[^]]*\]", "x", re.sub(r"\\.", "x", pattern)).replace("(?", "(")
+    repeats = re.findall(r"[*+?{]+", plain)
+    is_small = len(pattern) <= MAX_PATTERN and len(repeats) <= MAX_REPEATS and plain.count("(") <= MAX_GROUPS
+    return is_small and re.search(r"\)[*+?{]", plain) is None

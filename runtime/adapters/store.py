@@ -69,9 +69,9 @@ def stored_bytes(texts: Iterable[str]) -> int:
 
 def check_name(name: str) -> None:
     """Raise ConfigError for what is no name of an adapter."""
-    if not name or len(name) > MAX_NAME or not name.isprintable() or name != name.strip():
+    if not name or len(name) > MAX_NAME or not name.isprintable() or name != name.strip() or "=" in name:
         shown = name if len(name) <= MAX_NAME and name.isprintable() else f"of {len(name)} characters"
-        raise ConfigError(f"the name of an adapter, {shown!r}: expected 1 to {MAX_NAME} printable characters")
+        raise ConfigError(f"the name of an adapter, {shown!r}: expected 1 to {MAX_NAME} printable characters, and no =")
 
 
 def find_adapter(store: AdapterStore | None, name: str) -> tuple[str, int]:

@@ -80,3 +80,10 @@ def test_a_copy_of_the_models_matrix_must_have_its_shape() -> None:
 def test_an_adapter_of_another_model_or_rank_is_refused(modules: dict[str, LowRank], told: str) -> None:
     with pytest.raises(UnsupportedError, match=told):
         arrange(_adapter(**modules), ROOM, "float32")
+
+
+def test_two_modules_for_one_place_are_refused() -> None:
+    """The names of one end in the name of the other: a vision tower's layers beside those of the text model."""
+    both = _adapter(layers__0__v=_low_rank(2, 4, 3), vision__model__layers__0__v=_low_rank(2, 4, 3))
+    with pytest.raises(UnsupportedError, match="vision.model.layers.0.v: another module of this file is model.layers"):
+        arrange(both, ROOM, "float32")

@@ -74,11 +74,31 @@ def test_the_digest_is_of_all_that_counts(tmp_path: Path) -> None:
         ({"target_parameters": ["experts.down"]}, "target_parameters"),
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4': it was trained beside weights that it had changed"),
         ({"lora_alpha": "much"}, "lora_alpha 'much' of layer.q: expected a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha 10+ of layer.q: expected a number"),
+        ({"kasa_config": {"beta": 1.0}}, "kasa_config"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"alpha_pattern": ["q"]}, "alpha_pattern: expected an object"),
+        ({"alpha_pattern": {"q(": 1}}, r"alpha_pattern 'q\(' is no regular expression"),
     ],
 )
 def test_what_is_more_than_low_rank_is_refused_by_name(tmp_path: Path, config: dict[str, Any], told: str) -> None:
     with pytest.raises(InfercError, match=told):
         read_peft(_write(tmp_path, **config))
+
+
+ENDLESS = ("(l*)*x", "(l|l)+x", "(?:[l]+)+x", "l*l*l*x", "(l|l)(l|l)(l|l)x", "(l{1,9}){9}x", "l" * 600)
+
+
+@pytest.mark.parametrize("pattern", ENDLESS)
+def test_expressions_that_could_be_searched_for_ever_are_refused(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(UnsupportedError, match="is not built: expected the end of a module's name, with at most"):
+        read_peft(_write(tmp_path, alpha_pattern={pattern: 1}))
+
+
+@pytest.mark.parametrize("pattern", [r"layer\.q", "l.*q", "(?:q|k)", r"layer\.[pq]", r"^layer\.q", r"lay\w+\.q"])
+def test_expressions_as_they_are_written_are_followed(tmp_path: Path, pattern: str) -> None:
+    found = read_peft(_write(tmp_path, alpha_pattern={pattern: 4, "q": 8})).modules["layer.q"]
+    np.testing.assert_array_equal(found.b, B.numpy() * 2)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +109,14 @@ def test_what_is_more_than_low_rank_is_refused_by_name(tmp_path: Path, config: d
         ({"q.lora_A.weight": A, "q.lora_B.weight": A}, r"A \[2, 3\] and B \[2, 3\]; expected \[rank, inputs\]"),
         ({"q.lora_magnitude_vector": A}, "lora_magnitude_vector: expected matrices A and B of LoRA alone"),
         ({"q.lora_A.weight": A * torch.inf, "q.lora_B.weight": B}, "q holds numbers that are not finite"),
+        ({"q.lora_A.weight": A, "q.lora_B.weight": B * 1e38}, "q holds numbers that are not finite, as they are or"),
+        ({"q.lora_A.weight": A.double() * 1e200, "q.lora_B.weight": B}, "q holds numbers that are not finite"),
+        ({"q.lora_A.weight": A, "q.lora_A.default.weight": A, "q.lora_B.weight": B}, "q has two matrices lora_A"),
+        (
+            {"q.lora_A.weight": A, "q.lora_B.weight": B, "q.lora_embedding_A": A, "q.lora_embedding_B": B},
+            "q has lora_A beside lora_embedding_A",
+        ),
+        ({f"{'q' * 600}.lora_A.weight": A}, "a name of 631 characters; expected 512 or fewer"),
         ({"q.lora_A.weight": A.long(), "q.lora_B.weight": B}, "lora_A.weight is I64; expected F64, F32"),
     ],
 )
@@ -109,12 +137,13 @@ def _damaged(folder: Path, how: str) -> None:
         "huge header": (1 << 60).to_bytes(8, "little") + data[8:],
         "offsets": data.replace(b'"data_offsets":[0,24]', b'"data_offsets":[0,99]'),
         "shape": data.replace(b'"shape":[2,3]', b'"shape":[2,9]'),
+        "endless": (size + 2).to_bytes(8, "little") + data[8:].replace(b'"shape":[2,3]', b'"shape":[1e999]'),
         "no offsets": data.replace(b'"data_offsets"', b'"data_offsetz"'),
     }[how]
     file.write_bytes(changed)
 
 
-HOWS = ("empty", "cut header", "cut data", "no JSON", "huge header", "offsets", "shape", "no offsets")
+HOWS = ("empty", "cut header", "cut data", "no JSON", "huge header", "offsets", "shape", "endless", "no offsets")
 
 
 @pytest.mark.parametrize("how", HOWS)
