@@ -7,22 +7,29 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from inferc.errors import RequestError, shown
-from inferc.runtime.adapters.peft import CONFIG
+from inferc.runtime.adapters.peft import CONFIG, TENSORS
 from inferc.runtime.adapters.store import parse_adapters
 from inferc.serve.errors import AdaptersFixed
 
 log = logging.getLogger(__name__)
 
+Files: TypeAlias = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """An adapter that clients may name as a model; `created`: seconds since 1970, when it was loaded."""
+    """An adapter that clients may name as a model; `created`: seconds since 1970, when it was loaded.
+
+    files: what `state_of_files` returned before it was loaded, of one that a client had loaded.
+    """
 
     name: str
     path: Path
     created: int
+    files: Files | None = None
 
 
 class ServedAdapters:
@@ -43,9 +50,9 @@ class ServedAdapters:
     def __getitem__(self, name: str) -> ServedAdapter:
         return self._served[name]
 
-    def add(self, name: str, path: Path) -> None:
-        """Add an adapter that the engine has loaded."""
-        self._served[name] = ServedAdapter(name, path, int(time.time()))
+    def add(self, name: str, path: Path, files: Files | None) -> None:
+        """Add an adapter that the engine has loaded; files: as in ServedAdapter."""
+        self._served[name] = ServedAdapter(name, path, int(time.time()), files)
 
     def remove(self, name: str) -> None:
         self._served.pop(name, None)
@@ -54,13 +61,25 @@ class ServedAdapters:
     def options(self) -> list[str]:
         """Return what the engine loads when it starts, each NAME=PATH.
 
-        One that a client had loaded, and whose folder is gone since, is left out: the others are served on.
+        One that a client had loaded, and whose files are gone or others since, is left out: the model and the others
+        are served on.
         """
         for each in self:
-            if each.name not in self._given and not (each.path / CONFIG).is_file():
-                log.error("adapter %s is served no more: its folder %s is gone", each.name, each.path)
+            files = None if each.name in self._given else state_of_files(each.path)
+            if each.name not in self._given and (files is None or files != each.files):
+                what = "gone" if files is None else "others now; load it again"
+                log.error("adapter %s is served no more: its files in %s are %s", each.name, each.path, what)
                 self.remove(each.name)
         return [f"{each.name}={each.path}" for each in self]
+
+
+def state_of_files(folder: Path) -> Files | None:
+    """Return what tells whether an adapter's files were changed, or None if one cannot be found."""
+    try:
+        found = [(folder / name).stat() for name in (CONFIG, TENSORS)]
+    except OSError:
+        return None
+    return tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
 
 
 def find_adapter(folder: Path | None, name: str) -> Path:

@@ -71,6 +71,7 @@ class Models:
         self._busy: dict[str, ModelState] = {}  # models that are being loaded or unloaded
         self._reasons: dict[str, str] = {}  # by name: why the last attempt to load it failed
         self._unloading: dict[str, asyncio.Task[None]] = {}
+        self._adding: set[str] = set()  # names of adapters that are being loaded
         self._locks = WeakValueDictionary[str, asyncio.Lock]()  # one for each name that is being loaded or unloaded
         self._logs: dict[str, KvEventLog] = {}  # logs that outlive their models, since a publisher reads them
         self._residency = Residency(options.max_awake, options.drain_seconds)
@@ -201,6 +202,8 @@ class Models:
             if old is not None and old.state not in CLOSED:
                 return
             source = self._source(name)
+            if name in self._adding or self._adapted(name) is not None:
+                raise RequestError(f"an adapter is named {shown(name, 150)}; unload it before you load the model")
             if old is not None:
                 await asyncio.shield(self._begin_unload(name, old))
             self._reasons.pop(name, None)
@@ -260,23 +263,32 @@ class Models:
     async def load_adapter(self, name: str, path: str, model: str = "") -> None:
         """Load a LoRA adapter from the folder of adapters, for a model ("": the first).
 
-        Raises AdaptersFixed, RequestError, NotServed or EngineUnavailable.
+        The loading goes on even if its caller is cancelled. Raises AdaptersFixed, RequestError, NotServed or
+        EngineUnavailable.
         """
         base = self._base(model)
         folder = find_adapter(self.adapter_folder, path or name)
-        if name in self._served or name in self._sources or self._adapted(name) is not None:
+        names = self._served.keys() | self._sources.keys() | self._busy.keys() | self._adding
+        if name in names or self._adapted(name) is not None:
             raise RequestError(f"there is {shown(name, 150)} already; unload it first, or give this one another name")
-        await base.supervisor.wake()
-        await base.load_adapter(name, folder)
+        self._adding.add(name)
+        await asyncio.shield(asyncio.ensure_future(self._load_adapter(base, name, folder)))
+
+    async def _load_adapter(self, base: ServedModel, name: str, folder: Path) -> None:
+        try:
+            await base.supervisor.wake()
+            await base.load_adapter(name, folder)
+        finally:
+            self._adding.discard(name)
 
     async def unload_adapter(self, name: str, model: str = "") -> None:
-        """Take a LoRA adapter away from new requests; raises as `load_adapter` does."""
+        """Take a LoRA adapter away from new requests, as `load_adapter` loads one; raises as it does."""
         base = self._base(model)
         if name not in base.adapters:
             known = ", ".join(shown(each.name) for each in base.adapters) or "none"
             raise NotServed(f"adapter {shown(name, 150)} is not loaded; model {base.name} has {known}")
         await base.supervisor.wake()
-        await base.unload_adapter(name)
+        await asyncio.shield(asyncio.ensure_future(base.unload_adapter(name)))
 
     def _base(self, model: str) -> ServedModel:
         found = self.get(model)

@@ -30,7 +30,7 @@ from inferc.runtime.text.tokenizer import Text
 from inferc.runtime.text.turns import NOTHING, Known, render_behind
 from inferc.serve.errors import RateLimited
 from inferc.serve.kv_events.log import KvEventLog
-from inferc.serve.models.adapters import ServedAdapters
+from inferc.serve.models.adapters import ServedAdapters, state_of_files
 from inferc.serve.models.artifact_watch import ArtifactWatch
 from inferc.serve.models.async_engine import MAX_SEQUENCES, UNLOAD, AsyncEngine, Leaving, State
 from inferc.serve.models.long_texts import BY_TURNS, check_characters, in_text_thread, num_characters
@@ -166,8 +166,9 @@ class ServedModel:
 
     def _over(self, stream: Stream, ended: Ended) -> None:
         """Write a request that is over to the trace and the log."""
+        model = stream.adapter or self.name  # as the request named it
         if self._tracing is not None:
-            self._tracing.end(stream, ended, self.name, REQUEST_ID.get() or stream.request_id)
+            self._tracing.end(stream, ended, model, REQUEST_ID.get() or stream.request_id)
         if not log.isEnabledFor(self._log_level):
             return
         first, now = ended.first_at[0], time.monotonic()
@@ -178,7 +179,7 @@ class ServedModel:
             extra={
                 "request_id": REQUEST_ID.get() or stream.request_id,
                 "engine_request_id": stream.request_id,
-                "model": self.name,
+                "model": model,
                 "key": stream.owner,
                 "prompt_tokens": ended.prompt_tokens,
                 "cached_tokens": ended.cached_tokens,
@@ -323,11 +324,12 @@ class ServedModel:
 
         Raises RequestError for one that cannot be loaded, EngineUnavailable if there is no engine.
         """
+        files = state_of_files(path)
         try:
             await self.engine.load_adapter(name, str(path))
         except RequestError as error:  # a client knows the adapter by its name there
             raise RequestError(str(error).replace(str(path), path.name)) from None
-        self.adapters.add(name, path)
+        self.adapters.add(name, path, files)
 
     async def unload_adapter(self, name: str) -> None:
         """Take an adapter away from new requests; raises as `load_adapter` does."""

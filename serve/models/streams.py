@@ -159,7 +159,7 @@ class Stream:
         self.request_id = request_id
         self.owner = owner
         self.on_over = on_over
-        self.kind, self.priority = kind, params.priority
+        self.kind, self.priority, self.adapter = kind, params.priority, params.adapter
         self.timer: asyncio.TimerHandle | None = None  # ends the request at its time limit
         self.traced: object = None  # the tracer's own state for this request
         self.steps: list[StepNote] | None = None  # recorded if the request is traced

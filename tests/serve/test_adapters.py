@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,8 @@ def folder(adapted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def serving(adapted: Path, folder: Path) -> Iterator[Server]:
     first = f"everything={adapted / 'adapters' / 'a'}"
-    with Server(f"base={adapted / 'cpu'}", "--adapter", first, "--adapter-folder", str(folder)) as server:
+    options = ["--adapter", first, "--adapter-folder", str(folder), "--log-requests"]
+    with Server(f"base={adapted / 'cpu'}", *options) as server:
         yield server
 
 
@@ -76,6 +78,16 @@ def test_a_beam_search_is_the_adapters(serving: Server, expected: dict[str, list
     for name, wanted in (("everything", expected["everything"]), ("base", expected[""])):
         body = {**BODY, "model": name, "use_beam_search": True, "return_token_ids": True}
         assert request(serving.url, COMPLETIONS, body).json["choices"][0]["token_ids"] == wanted
+
+
+def test_a_request_is_logged_as_that_of_the_adapter(serving: Server) -> None:
+    for name in ("everything", "base"):
+        request(serving.url, COMPLETIONS, {**BODY, "model": name}, {"x-request-id": f"of-{name}"})
+    lines = [line for line in serving.log.splitlines() if "request_id=of-" in line and "request over" in line]
+    assert [re.findall(r"request_id=(\S+) .*model=(\S+)", line) for line in lines] == [
+        [("of-everything", "everything")],
+        [("of-base", "base")],
+    ]
 
 
 def test_adapters_are_listed_with_the_model_that_they_change(serving: Server) -> None:
@@ -139,6 +151,7 @@ def test_adapters_are_loaded_and_unloaded_over_grpc(
         ({"lora_name": "x", "lora_path": "good/b", "load_inplace": True}, "load_inplace is true, which is not built"),
         ({"lora_name": "x", "lora_path": "good/b", "rank": 3}, "rank: it is not known; expected lora_name"),
         ({"lora_name": " x", "lora_path": "good/b"}, "the name of an adapter, ' x': expected 1 to 256"),
+        ({"lora_name": "x=y", "lora_path": "good/b"}, "the name of an adapter, 'x=y': expected 1 to 256 printable"),
     ],
 )
 def test_what_cannot_be_loaded_is_told(serving: Server, folder: Path, body: dict[str, Any], told: str) -> None:
@@ -152,19 +165,22 @@ def test_an_engine_that_starts_again_has_the_adapters_again(
 ) -> None:
     gone = shutil.copytree(folder / "good" / "c", tmp_path / "given" / "gone")
     shutil.copytree(folder / "good" / "b", tmp_path / "given" / "stays")
+    shutil.copytree(folder / "good" / "a", tmp_path / "given" / "damaged")
     options = ["--adapter", f"first={folder / 'good' / 'd'}", "--adapter-folder", str(tmp_path / "given")]
     with Server(f"base={adapted / 'cpu'}", *options) as server:
-        for name in ("gone", "stays"):
+        for name in ("gone", "stays", "damaged"):
             body = {"lora_name": name, "lora_path": name}
             assert request(server.url, "/v1/load_lora_adapter", body).status == 200
         shutil.rmtree(gone)
+        (tmp_path / "given" / "damaged" / "adapter_model.safetensors").write_bytes(b"damaged")
         with Client(server.address) as client:
             client.sleep_model("base")
             client.wake_model("base")
         assert _ids(server, "first") == expected["rooted"]
         assert _ids(server, "stays") == expected["attention"]
-        assert request(server.url, COMPLETIONS, {**BODY, "model": "gone"}).status == 404
-        assert "adapter gone is served no more" in server.log
+        for name in ("gone", "damaged"):
+            assert request(server.url, COMPLETIONS, {**BODY, "model": name}).status == 404
+            assert f"adapter {name} is served no more" in server.log
 
 
 def test_a_server_without_a_folder_loads_none(server: Server) -> None:

@@ -22,6 +22,7 @@ class Process:
         self.is_hung = False
         self.closed = False
         self.sinks: list[Sink] = []  # of what was begun and not answered
+        self.changes: list[tuple[str, Sink]] = []  # of adapters that were not answered
         self.start_gate, self.end_gate = Gate(), Gate()
         self._on_stop, self._error = on_stop, error
 
@@ -47,10 +48,12 @@ class Process:
         return str(len(self.sinks))
 
     def load_adapter(self, name: str, path: str, sink: Sink) -> str:
-        raise AssertionError("no adapter is loaded here")
+        self.changes.append((f"load {name}", sink))
+        return f"load-{name}"
 
     def unload_adapter(self, name: str, sink: Sink) -> str:
-        raise AssertionError("no adapter is loaded here")
+        self.changes.append((f"unload {name}", sink))
+        return f"unload-{name}"
 
     def embed(self, token_ids: Any, sink: Sink) -> str:
         raise NotImplementedError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,18 +14,21 @@ from scripted_process import Process
 from virtual_time import run
 
 from inferc.config import EngineConfig
-from inferc.errors import InfercError
+from inferc.errors import InfercError, RequestError
+from inferc.runtime.adapters.store import LoadedAdapter
+from inferc.runtime.engine.loop import AdapterDone
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.kv_cache.events import Cleared, KvBatch
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.serve.errors import EngineUnavailable
 from inferc.serve.kv_events.log import KvEventLog
 from inferc.serve.models import models as served_models
+from inferc.serve.models.adapters import ServedAdapters
 from inferc.serve.models.async_engine import AsyncEngine
 from inferc.serve.models.models import Models
 from inferc.serve.models.rendering import Rendering
 from inferc.serve.models.residency import Residency
-from inferc.serve.models.served_model import ModelOptions, ModelSource, ServedModel
+from inferc.serve.models.served_model import ModelInfo, ModelOptions, ModelSource, ServedModel
 from inferc.serve.models.streams import ModelFacts
 from inferc.serve.models.supervisor import Supervisor
 
@@ -50,6 +54,8 @@ class Scripted(ServedModel):
         self.processes: list[Process] = []
         self._rendering = Rendering()
         self.engine = AsyncEngine(None, ModelFacts(128, 64))
+        self.info = ModelInfo(source.name, "", "", 1, 0)
+        self.adapters = ServedAdapters(())
         self.supervisor = Supervisor(self.engine, self._launch, on_state=lambda _: on_state(), residency=residency)
 
     def _launch(self, on_stop: Callable[[str], None]) -> Process:
@@ -290,6 +296,100 @@ def test_a_log_that_nobody_publishes_ends_with_its_model() -> None:
         await models.load("a")
         second = models.get("a").kv_events
         assert first is not None and second is not None and first.epoch != second.epoch
+        await models.close()
+
+    run(work())
+
+
+# -------------------------------------------------------------------------------------------------- adapters
+
+DONE = AdapterDone("1", LoadedAdapter("x", 1, "", "", 0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            (tmp_path / name / file).write_bytes(b"{}")
+    return tmp_path
+
+
+async def _serving(folder: Path, *names: str) -> Models:
+    models = await loaded(*names)
+    models.adapter_folder = folder
+    return models
+
+
+async def _load(models: Models, name: str, model: str = "") -> None:
+    """Load an adapter, with what the engine answers."""
+    task = asyncio.create_task(models.load_adapter(name, name, model))
+    await settle()
+    ((what, sink),) = scripted(models, model).processes[-1].changes
+    scripted(models, model).processes[-1].changes.clear()
+    assert what == f"load {name}"
+    sink(DONE)
+    await task
+
+
+def test_a_load_and_an_unload_go_on_when_their_caller_is_gone(folder: Path) -> None:
+    async def work() -> None:
+        models = await _serving(folder, "a")
+        model = scripted(models, "a")
+        for change, expected in ((models.load_adapter("x", "x"), ["x"]), (models.unload_adapter("x"), [])):
+            task = asyncio.create_task(change)
+            await settle()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            ((_, sink),) = model.processes[0].changes
+            model.processes[0].changes.clear()
+            sink(DONE)
+            await settle()
+            assert [each.name for each in model.adapters] == expected
+        await models.close()
+
+    run(work())
+
+
+def test_one_name_is_one_model_or_one_adapter_also_while_it_is_loaded(folder: Path) -> None:
+    async def work() -> None:
+        models = await _serving(folder, "a", "b")
+        loading = asyncio.create_task(models.load_adapter("x", "x", "a"))
+        await settle()
+        with pytest.raises(RequestError, match='there is "x" already'):
+            await models.load_adapter("x", "y", "b")
+        scripted(models, "a").processes[0].changes.pop()[1](DONE)
+        await loading
+        with pytest.raises(RequestError, match='there is "x" already'):
+            await models.load_adapter("x", "y", "b")
+        models._sources["x"] = ModelSource("x", Path("x"))  # as one in the folder of models is
+        with pytest.raises(InfercError, match='an adapter is named "x"; unload it before'):
+            await models.load("x")
+        await models.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("how", ["gone", "written anew", "one file gone"])
+def test_an_engine_starts_again_without_adapters_whose_files_are_others(
+    folder: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    async def work() -> None:
+        models = await _serving(folder, "a")
+        model = scripted(models, "a")
+        for name in ("x", "y"):
+            await _load(models, name, "a")
+        assert model.adapters.options() == [f"{name}={folder / name}" for name in ("x", "y")]
+        if how == "gone":
+            shutil.rmtree(folder / "x")
+        elif how == "written anew":
+            (folder / "x" / "adapter_model.safetensors").write_bytes(b"damaged")
+        else:
+            (folder / "x" / "adapter_model.safetensors").unlink()
+        assert model.adapters.options() == [f"y={folder / 'y'}"]
+        assert [each.name for each in model.adapters] == ["y"]
+        assert "adapter x is served no more: its files in" in caplog.text
         await models.close()
 
     run(work())
