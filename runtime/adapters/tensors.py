@@ -37,7 +37,15 @@ def read_tensors(path: Path, data: bytes) -> dict[str, F32]:
     try:
         header = json.loads(data[8 : 8 + size])
         rows = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        return {name: _tensor(path, name, entry, data, 8 + size) for name, entry in rows.items()}
+        found: dict[str, F32] = {}
+        left = len(data) - 8 - size
+        for name, entry in rows.items():
+            found[name] = _tensor(path, name, entry, data, 8 + size)
+            start, end = map(int, entry["data_offsets"])
+            left -= end - start
+            if left < 0:  # a small file could fill the memory
+                raise ValueError(f"{name} shares bytes with others")
+        return found
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ArtifactError(
             f"{path}: its header is not of the safetensors format ({error}); download it again"

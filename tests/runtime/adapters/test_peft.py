@@ -154,6 +154,15 @@ def test_a_damaged_file_is_told_in_one_line(tmp_path: Path, how: str) -> None:
     assert "download it again" in str(told.value) and "\n" not in str(told.value)
 
 
+def test_tensors_of_the_same_bytes_do_not_fill_the_memory(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    header = json.dumps({f"{PREFIX}{name}.lora_A.weight": entry for name in "abc"}).encode()
+    file = _write(tmp_path) / "adapter_model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
+    with pytest.raises(ArtifactError, match="b.lora_A.weight shares bytes with others"):
+        read_peft(tmp_path)
+
+
 def test_a_folder_that_is_no_adapter_is_told(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="expected the folder of an adapter, found none"):
         read_peft(tmp_path / "none")
