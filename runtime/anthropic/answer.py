@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from inferc.chat.calls import CallForm
 from inferc.runtime.openai.answer import Usage
 from inferc.runtime.openai.request import OpenAIRequest
 from inferc.runtime.openai.tool_calls import finish_reason
+from inferc.runtime.tools.answer_calls import AnswerCalls
 from inferc.runtime.tools.call_reader import CallPart, CallReader, new_id
 
 Event: TypeAlias = dict[str, Any]
@@ -41,7 +41,7 @@ class Content:
     form: that of the answer's calls, if it may have any.
     """
 
-    def __init__(self, form: CallForm | None) -> None:
+    def __init__(self, form: AnswerCalls | None) -> None:
         self._reader = None if form is None else CallReader(form, partial(new_id, "toolu_"))
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []  # of the last block: its text, or its input as JSON

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inferc.chat.calls import CallForm
 from inferc.errors import RequestError, shown
 from inferc.runtime.engine.request_output import CompletionOutput, RequestOutput
 from inferc.runtime.reasoning.reasoning import Reasoning, reasoning_of
 from inferc.runtime.step.sampling_params import SamplingParams, check_integer
 from inferc.runtime.text.text_stream import TextStream
 from inferc.runtime.text.tokenizer import Text
+from inferc.runtime.tools.answer_calls import AnswerCalls
 from inferc.runtime.tools.call_reader import read_calls
 from inferc.runtime.tools.tools import held, tools_of
 
@@ -72,7 +72,7 @@ class Chats:
 
     def asked(self, prompt: list[int], params: SamplingParams) -> tuple[SamplingParams, Mapping[int, str] | None]:
         """Return the parameters and the marks of the answer to the next conversation, given as its token ids."""
-        params = held(params, self._tools, self._text.check_calls)[0]
+        params = held(params, self._tools, lambda: self._text)[0]
         if self._separates:
             reasoning, params = reasoning_of(self._text, prompt, params, self._limit)
         else:
@@ -83,34 +83,47 @@ class Chats:
 
     def read(self, answers: list[RequestOutput]) -> list[RequestOutput]:
         """Return answers whose outputs have their reasoning and their calls; a call that was cut is none."""
-        form = self._form() if self._given else None
+        calls = self._calls() if self._given else None
         for answer, (params, reasoning) in zip(answers, self._asked, strict=True):
             for output in answer.outputs:
                 said = output.text if reasoning is None else self._said(output, params, reasoning)
-                if form is not None:
-                    found = read_calls(form, said)
+                if calls is not None:
+                    if calls.marks:
+                        said = self._marked(output, params, reasoning, calls)
+                    found = read_calls(calls, said)
                     output.tool_calls = found.calls[: len(found.calls) - found.is_cut]
         return answers
 
     def _said(self, output: CompletionOutput, params: SamplingParams, reasoning: Reasoning) -> str:
         """Give an output its reasoning, and return what it says behind it."""
-        text = output.text if self._separates else _marked(output, params, reasoning)
+        text = output.text if self._separates else _marked(self._text, output, params, reasoning.marks)
         told = reasoning.told(text, output.token_ids, output.finish_reason)
         output.reasoning = told.reasoning
         if self._separates:
             output.text = output.new_text = told.text
         return told.text
 
-    def _form(self) -> CallForm | None:
-        """Return the form in which the model writes calls; None if it is not known."""
+    def _marked(
+        self, output: CompletionOutput, params: SamplingParams, reasoning: Reasoning | None, calls: AnswerCalls
+    ) -> str:
+        """Return what an output says behind its reasoning, with the marks of calls."""
+        if reasoning is None:
+            return _marked(self._text, output, params, calls.marks)
+        text = _marked(self._text, output, params, {**calls.marks, **reasoning.marks})
+        return reasoning.told(text, output.token_ids, output.finish_reason).text
+
+    def _calls(self) -> AnswerCalls | None:
+        """Return the calls that answers may have; None if their form is not known."""
+        functions = [tool.get("function") for tool in self._given or () if isinstance(tool, Mapping)]
+        named = {each.get("name", ""): each for each in functions if isinstance(each, Mapping)}
         try:
-            return self._text.check_calls()
+            return AnswerCalls.of(self._text, named)
         except RequestError:
             return None
 
 
-def _marked(output: CompletionOutput, params: SamplingParams, reasoning: Reasoning) -> str:
-    """Return the text of an output with the marks of its markers, which its own text does not tell from others."""
-    stream = TextStream(reasoning.text, params, reasoning.marks)
+def _marked(text: Text, output: CompletionOutput, params: SamplingParams, marks: Mapping[int, str]) -> str:
+    """Return the text of an output with the marks of tokens, which its own text does not tell from others."""
+    stream = TextStream(text, params, marks)
     delta = stream.push(output.token_ids, None if isinstance(output.stop, str) else output.finish_reason)
     return delta.text if delta.finish_reason is not None else delta.text + stream.push((), output.finish_reason).text

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeAlias
 
+from inferc.chat.argument_tags import argument_tags_of
 from inferc.errors import RequestError, nearest, shown
+from inferc.runtime.grammar.schema.tagged import tagged_arguments
 
 Node: TypeAlias = Mapping[str, Any]
 Rewrite: TypeAlias = Callable[[Any, Any], Any]
 
 # The kinds of formats, and the field in which each has another one, or a list of others; None: none of either.
-LEAVES = ("const_string", "json_schema", "any_text", "grammar", "regex", "token", "exclude_token", "any_tokens")
+OF_TEXTS = ("const_string", "json_schema", "any_text", "grammar", "regex")
+LEAVES = (*OF_TEXTS, "token", "exclude_token", "any_tokens", "arguments")
 TAG_LISTS = ("triggered_tags", "token_triggered_tags", "tags_with_separator")
 HELD: dict[str, str | None] = {
     **dict.fromkeys(LEAVES, None),
@@ -22,6 +26,7 @@ HELD: dict[str, str | None] = {
 }
 MAX_DEPTH = 32
 MAX_LABEL = 100  # characters of a client's name in messages: those of a tool's name fit
+ARGUMENTS = "arguments"  # of a call, each in tags of its own: a format of ours
 LABEL = "label"  # of a json_schema: its name in messages, in place of where it is
 
 
@@ -65,8 +70,8 @@ def _format(node: Any, place: str, max_whitespace: int, rewrite: Rewrite, depth:
         raise RequestError(f"{place}/type: {shown(kind)} is no format that is held to; {hint}")
     if depth == MAX_DEPTH:
         raise RequestError(f"{place}: formats are within one another more than {MAX_DEPTH} times")
-    if kind == "json_schema":
-        return _schema(node, place, max_whitespace, rewrite)
+    if kind in ("json_schema", ARGUMENTS):
+        return (_schema if kind == "json_schema" else _arguments)(node, place, max_whitespace, rewrite)
     name = HELD[kind]
     if name is None:
         return dict(node)
@@ -86,13 +91,29 @@ def _schema(node: Node, place: str, max_whitespace: int, rewrite: Rewrite) -> di
     if node.get("style", "json") != "json":
         raise RequestError(f"{place}/style: {shown(node['style'])} is not built; leave it out, for JSON")
     most = node.get("max_whitespace_cnt", max_whitespace)
-    try:
+    with _faults_at(node, place):
         schema = rewrite(node.get("json_schema"), most)
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}
+
+
+def _arguments(node: Node, place: str, max_whitespace: int, rewrite: Rewrite) -> dict[str, Any]:
+    try:
+        tags = argument_tags_of(node.get("tags"))
+    except ValueError as error:
+        raise RequestError(f"{place}/tags: {error}") from None
+    with _faults_at(node, place):
+        return tagged_arguments(node.get("json_schema"), tags, max_whitespace)
+
+
+@contextmanager
+def _faults_at(node: Node, place: str) -> Iterator[None]:
+    """Give what is wrong in a node's schema the node's name, or its place."""
+    try:
+        yield
     except RequestError as error:
         label = node.get(LABEL)
         where = _named(label) if isinstance(label, str) and label else f"{place}/json_schema"
         raise RequestError(f"{where}: {error}") from None
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}
 
 
 def _named(name: Any) -> str:

@@ -16,8 +16,8 @@ class Vocabulary:
     """The tokens of a model as grammars match them.
 
     tokens: the bytes of each id; control tokens, and ids that the tokenizer does not have, have none and are never
-    chosen. The markers of reasoning have bytes that are no text, so they are chosen only where a grammar names their
-    ids. end_ids: the tokens that end an answer once it is complete.
+    chosen. The markers of reasoning, and those of calls, have bytes that are no text, so they are chosen only where a
+    grammar names their ids. end_ids: the tokens that end an answer once it is complete.
     """
 
     tokens: tuple[bytes, ...]
@@ -27,7 +27,7 @@ class Vocabulary:
     def of(text: Text, vocab_size: int, end_ids: tuple[int, ...]) -> Vocabulary:
         """Return the vocabulary of a tokenizer, for a model with `vocab_size` logits."""
         hidden = text.special_ids | set(end_ids)
-        marks = text.reasoning_marks
+        marks = text.reasoning_marks.keys() | (text.call_tokens.keys() - set(end_ids))
 
         def spelled(token: int) -> bytes:
             if token in marks:

@@ -25,6 +25,7 @@ from inferc.runtime.openai.request import OpenAIRequest, Prompt, parse_request
 from inferc.runtime.openai.tool_calls import with_said
 from inferc.runtime.reasoning.reasoning import Reasoning, reasoning_of
 from inferc.runtime.step.sampling_params import changed
+from inferc.runtime.tools.answer_calls import AnswerCalls
 from inferc.runtime.tools.call_reader import Said, read_calls
 from inferc.runtime.tools.tools import held
 from inferc.system.progress import Progress, silent
@@ -93,7 +94,7 @@ class LocalBackend:
     def said(self, request: OpenAIRequest, output: CompletionOutput) -> Said | None:
         if request.tools is None:
             return None
-        _, form = held(request.params, request.tools, self._llm.text.check_calls)
+        _, form = held(request.params, request.tools, lambda: self._llm.text)
         return None if form is None else read_calls(form, output.text)
 
     def room(self, num_open: int) -> int:
@@ -102,15 +103,18 @@ class LocalBackend:
     def start(self, ticket: Ticket, prompt: Prompt) -> None:
         job, ids, params = ticket[0], prompt, ticket[0].request.params
         reasoning: Reasoning | None = None
+        calls: AnswerCalls | None = None
         if job.request.kind == "chat":
             text = self._llm.text
             request = job.request = as_the_model_can(job.request, text)
-            params, _ = held(params, request.tools, text.check_calls)
+            params, calls = held(params, request.tools, lambda: text)
             ids = text.encode_chat(prompt, **request.template)  # type: ignore[arg-type]
             reasoning, params = reasoning_of(text, ids, params, request.max_reasoning_tokens)
         if self._adapter:
             params = changed(params, adapter=self._adapter)
-        marks = None if reasoning is None or job.request.reasoning == "in_text" else reasoning.marks
+        marks = {} if calls is None else dict(calls.marks)
+        if reasoning is not None and job.request.reasoning != "in_text":
+            marks |= reasoning.marks
 
         def done(result: RequestOutput | InfercError) -> None:
             self._results.put((ticket, reasoning, result))

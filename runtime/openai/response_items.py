@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from inferc.chat.calls import CallForm
+from inferc.runtime.tools.answer_calls import AnswerCalls
 from inferc.runtime.tools.call_reader import CallPart, CallReader
 
 State: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -22,7 +22,7 @@ class Items:
     which has the log probabilities if they are asked for. may_reason: reasoning may come before it.
     """
 
-    def __init__(self, name: str, form: CallForm | None, may_reason: bool = False) -> None:
+    def __init__(self, name: str, form: AnswerCalls | None, may_reason: bool = False) -> None:
         self._name, self._may_reason = name, may_reason
         self._reader = None if form is None else CallReader(form)
         self._done: list[dict[str, Any]] = []
@@ -131,7 +131,7 @@ class Items:
 
 
 def whole_items(
-    name: str, form: CallForm | None, text: str, status: State, logprobs: Any = (), reasoning: str = ""
+    name: str, form: AnswerCalls | None, text: str, status: State, logprobs: Any = (), reasoning: str = ""
 ) -> list[dict[str, Any]]:
     """Return the items of a whole answer; the arguments are those of Items."""
     items = Items(name, form, bool(reasoning))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from inferc.chat.calls import CallForm
+from inferc.runtime.tools.answer_calls import AnswerCalls
 from inferc.runtime.tools.call_reader import CallPart, Said, read_calls
 
 
-def with_calls(choice: dict[str, Any], form: CallForm) -> dict[str, Any]:
+def with_calls(choice: dict[str, Any], form: AnswerCalls) -> dict[str, Any]:
     """Return a whole choice whose message has its calls apart from its text."""
     return with_said(choice, read_calls(form, choice["message"]["content"]))
 
@@ -16,7 +16,8 @@ def with_calls(choice: dict[str, Any], form: CallForm) -> dict[str, Any]:
 def with_said(choice: dict[str, Any], said: Said) -> dict[str, Any]:
     """Return a whole choice whose message has these calls and this text."""
     if not said.calls:
-        return choice
+        is_same = said.text == (choice["message"]["content"] or "")
+        return choice if is_same else {**choice, "message": {**choice["message"], "content": said.text or None}}
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in said.calls

@@ -154,20 +154,15 @@ class Text:
                 "tools: the model's chat template does not tell how it writes calls; leave them out, or ask for JSON by"
                 " response_format"
             )
-        if self._control_token_of_calls is not None:
-            raise RequestError(
-                f"tools: the model writes calls with the control token {self._control_token_of_calls}, which is not"
-                " built yet; leave them out, or ask for JSON by response_format"
-            )
         return self.call_form
 
     @cached_property
-    def _control_token_of_calls(self) -> str | None:
-        """A control token in the form of calls: no text spells one."""
+    def call_tokens(self) -> dict[int, str]:
+        """The control tokens in the form of calls, with the text that names each: no text spells one."""
         form = self.call_form
         written = "" if form is None else f"{form.before}\0{form.between}\0{form.after}\0{form.joint or ''}"
-        names = map(self.tokenizer.id_to_token, sorted(self.special_ids))
-        return next((name for name in names if name and name in written), None)
+        named = {token: self.tokenizer.id_to_token(token) for token in sorted(self.special_ids)}
+        return {token: name for token, name in named.items() if name and name in written}
 
     def check_reasoning(self) -> ReasoningForm:
         """Return the form in which the model writes reasoning. Raises RequestError if none is known."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import secrets
+import string
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from os.path import commonprefix
 
-from inferc.chat.calls import CallForm
+from inferc.chat.calls import ID, NUMBER, OF_NAME, SLOTS
+from inferc.runtime.tools.answer_calls import AnswerCalls
+from inferc.runtime.tools.arguments import MAX_NAME, Arguments, JsonArguments, common
 
-MAX_NAME = 256  # characters within which a call's name ends
 MAX_SPACES = 256  # at the end of a text that are held back, since a call may follow
 PIECE = 4096  # characters that are read at once: each step copies what is left of them
+SLOT = re.compile(f"([{ID}{NUMBER}])")
+IN_SLOT = re.compile(r"[A-Za-z0-9_-]{0,64}")  # what may stand for an id or a number
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,11 @@ def new_id(prefix: str = "call_") -> str:
     return prefix + secrets.token_hex(12)
 
 
+def short_id() -> str:
+    """Return a call's id of nine letters and digits, as some chat templates require."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
 @dataclass
 class Said:
     """An answer as far as it was read: its text without calls, its calls, and whether the last one was cut."""
@@ -60,17 +70,18 @@ class CallReader:
     """The reader of one answer, whose calls are in the form of its model.
 
     Text is handed on as soon as it cannot begin a call any more. Spaces and line breaks beside a call are left out.
-    Text that only begins like a call stays text. make_id: makes the ids of calls.
+    Text that only begins like a call stays text. make_id: makes the ids of calls, unless the model's form has others.
     """
 
-    def __init__(self, form: CallForm, make_id: Callable[[], str] = new_id) -> None:
-        self._form, self._make_id = form, make_id
+    def __init__(self, calls: AnswerCalls, make_id: Callable[[], str] = new_id) -> None:
+        self._calls, self._form = calls, calls.form
+        self._make_id = make_id if self._form.ids == "ours" else short_id
         self._left = ""  # what may belong to what comes next
         self._spaces = ""  # at the end of the text so far
         self._is_behind_call = False  # nothing but spaces came since
-        self._opening = form.before  # what began the call whose name is read
+        self._opening = self._form.before  # what began the call whose name is read
         self._read: Callable[[list[str | CallPart]], bool] = self._read_text
-        self._json = _Json()
+        self._arguments: Arguments = JsonArguments()
         self.num_calls = 0
 
     def push(self, text: str) -> list[str | CallPart]:
@@ -80,7 +91,7 @@ class CallReader:
             self._left += text[start : start + PIECE]
             while self._read(found):
                 pass
-        return _merged(found)
+        return self._merged(found)
 
     @property
     def is_cut(self) -> bool:
@@ -99,7 +110,7 @@ class CallReader:
         if self._spaces:
             found.append(self._spaces)
         self._left = self._spaces = ""
-        return _merged(found)
+        return self._merged(found)
 
     def _say(self, text: str, found: list[str | CallPart]) -> None:
         """Hand a text on, without the spaces at its end, which a call may follow."""
@@ -120,36 +131,50 @@ class CallReader:
             self._say(text, found)
             self._left, self._read, self._opening = rest, self._read_name, self._form.before
             return True
-        held = _common(self._left, self._form.before)
+        held = common(self._left, self._form.before)
         self._say(self._left[: len(self._left) - held], found)
         self._left = self._left[len(self._left) - held :]
         return False
 
     def _read_name(self, found: list[str | CallPart]) -> bool:
-        name, is_there, rest = self._left.partition(self._form.between)
-        if not is_there and len(self._left) < MAX_NAME + len(self._form.between):
+        name = self._name_in(self._left)
+        end = _matched(self._form.between, self._left[len(name) :]) if name else None
+        longest = MAX_NAME + max(map(len, self._calls.behind_name))
+        if (name is None or end == MORE) and len(self._left) < longest:
             return False
-        if not is_there or len(name) > MAX_NAME or not name:
+        if not name or len(name) > MAX_NAME or end is None or end == MORE:
             self._say(self._opening + self._left[:1], found)  # only its beginning was a call's
             self._left = self._left[1:]
             self._read = self._read_text
             return True
-        found.append(CallPart(self.num_calls, "", name, self._make_id()))
+        written = self._left[len(name) : len(name) + end]
+        found.append(CallPart(self.num_calls, "", name, self._id(name, written)))
         self.num_calls += 1
         self._spaces, self._is_behind_call = "", True
-        self._left, self._json, self._read = rest, _Json(), self._read_arguments
+        self._left, self._read = self._left[len(name) + end :], self._read_arguments
+        self._arguments = self._calls.arguments(name)
         return True
 
+    def _name_in(self, text: str) -> str | None:
+        """Return the name at the begin of a text, None if its end did not come."""
+        places = [at for each in self._calls.behind_name if (at := text.find(each)) >= 0]
+        return text[: min(places)] if places else None
+
+    def _id(self, name: str, written: str) -> str:
+        """Return the id of a call; written: what stood behind its name."""
+        pieces = SLOT.split(self._form.between)
+        if self._form.ids in ("ours", "short") or len(pieces) < 3:
+            return self._make_id()
+        slot = written[len(pieces[0]) : len(written) - len(pieces[2])]
+        return slot if self._form.ids == "written" else f"{OF_NAME}{name}:{slot}"
+
     def _read_arguments(self, found: list[str | CallPart]) -> bool:
-        end = self._json.end_in(self._left)
-        part = self._left if end is None else self._left[:end]
-        if part:
+        part, self._left, is_ended = self._arguments.read(self._left)
+        if part := self._calls.shown(part):
             found.append(CallPart(self.num_calls - 1, part))
-        self._left = self._left[len(part) :]
-        if end is None:
-            return False
-        self._read = self._read_end
-        return True
+        if is_ended:
+            self._read = self._read_end
+        return is_ended
 
     def _read_end(self, found: list[str | CallPart]) -> bool:
         """Read what stands behind arguments: the beginning of another call's name, or the end of all calls.
@@ -157,52 +182,45 @@ class CallReader:
         One may begin with the other, so what came is told apart once it is as long as the longer one, or differs.
         """
         left, joint, after = self._left, self._form.joint, self._form.after
-        if not left or any(end != left and end.startswith(left) for end in (joint or "", after)):
+        is_joint = None if joint is None else _matched(joint, left)
+        is_after = _matched(after, left)
+        if not left or MORE in (is_joint, is_after):
             return False
-        is_after_longer = joint is not None and len(after) > len(joint) and left.startswith(after)
-        if joint is not None and left.startswith(joint) and not is_after_longer:
-            shared = len(commonprefix([joint, after]))  # it ends the call before
-            self._left, self._read, self._opening = left[len(joint) :], self._read_name, joint[shared:]
+        if joint is not None and is_joint is not None and is_joint >= (is_after or 0):
+            shared = _matched(commonprefix([joint, after]), left) or 0  # it ends the call before
+            self._left, self._read, self._opening = left[is_joint:], self._read_name, left[shared:is_joint]
         else:
             self._left, self._read = self._behind_end(), self._read_text
         return True
 
     def _behind_end(self) -> str:
         """Return what came behind the end of calls, of which the answer may have a part alone."""
-        after = self._form.after
-        return "" if after.startswith(self._left) else self._left.removeprefix(after)
+        end = _matched(self._form.after, self._left)
+        return "" if end == MORE else self._left[end or 0 :]
+
+    def _merged(self, parts: list[str | CallPart]) -> list[str | CallPart]:
+        """Return the parts joined, without the marks of control tokens that are no part of a call."""
+        return _merged([self._calls.shown(part) if isinstance(part, str) else part for part in parts])
 
 
-class _Json:
-    """The end of a JSON object that comes in pieces."""
-
-    def __init__(self) -> None:
-        self._depth, self._is_text, self._is_escaped = 0, False, False
-
-    def end_in(self, text: str) -> int | None:
-        """Return where the object ends in its next piece; None if it goes on."""
-        for index, char in enumerate(text):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._is_text:
-                self._is_escaped, self._is_text = char == "\\", char != '"'
-            elif char == '"':
-                self._is_text = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return index + 1
-        return None
+MORE = -1
 
 
-def _common(text: str, beginning: str) -> int:
-    """Return how many characters at the end of a text may begin `beginning`."""
-    for count in range(min(len(text), len(beginning) - 1), 0, -1):
-        if text.endswith(beginning[:count]):
-            return count
-    return 0
+def _matched(form: str, text: str) -> int | None:
+    """Return how many characters at the begin of a text are in a form, which may have slots; MORE if it is cut."""
+    at = 0
+    for piece in SLOT.split(form):
+        if piece in SLOTS:
+            found = IN_SLOT.match(text, at)
+            assert found is not None, "it may be empty"
+            at = found.end()
+            if at == len(text):
+                return MORE
+        elif text.startswith(piece, at):
+            at += len(piece)
+        else:
+            return MORE if piece.startswith(text[at:]) else None
+    return at
 
 
 def _merged(parts: list[str | CallPart]) -> list[str | CallPart]:
@@ -211,16 +229,17 @@ def _merged(parts: list[str | CallPart]) -> list[str | CallPart]:
     for _, group in groupby(parts, lambda part: None if isinstance(part, str) else part.index):
         first, *rest = group
         if isinstance(first, str):
-            found.append("".join((first, *map(str, rest))))
+            if text := "".join((first, *map(str, rest))):
+                found.append(text)
         else:
             arguments = [each.arguments for each in (first, *rest) if isinstance(each, CallPart)]
             found.append(replace(first, arguments="".join(arguments)))
     return found
 
 
-def read_calls(form: CallForm, text: str) -> Said:
+def read_calls(calls: AnswerCalls, text: str) -> Said:
     """Return the text and the calls of a whole answer."""
-    reader, said = CallReader(form), Said()
+    reader, said = CallReader(calls), Said()
     for part in (*reader.push(text), *reader.finish()):
         said.add(part)
     said.is_cut = reader.is_cut

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from inferc.chat.calls import CallForm
+from inferc.chat.calls import SLOTS
 from inferc.errors import RequestError, nearest, shown
-from inferc.runtime.grammar.tags import LABEL
+from inferc.runtime.grammar.tags import ARGUMENTS, LABEL
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.structured_outputs import StructuredOutputs
+from inferc.runtime.text.tokenizer import Text
+from inferc.runtime.tools.answer_calls import AnswerCalls
 
 MAX_TOOLS = 128  # OpenAI's limit
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -40,43 +42,120 @@ class Tools:
         """The tools as a chat template reads them."""
         return [{"type": "function", "function": dict(function)} for function in self.functions.values()]
 
-    def held_to(self, form: CallForm) -> StructuredOutputs:
+    def held_to(self, calls: AnswerCalls) -> StructuredOutputs:
         """Return the form of an answer with these tools, for a model that writes calls in a form of its own.
 
         Its text is free, if the answer may have one, and its calls are of the tools and under their schemas.
         """
-        tag: Any = {"type": "structural_tag", "format": self._format(form)}
+        tag: Any = {"type": "structural_tag", "format": self._format(calls)}
         return StructuredOutputs(structural_tag=tag, label="tools")
 
-    def _format(self, form: CallForm) -> Format:
+    def _format(self, calls: AnswerCalls) -> Format:
+        written = _Written(calls)
+        form, begin = calls.form, calls.form.before[:1]
         if self.choice == "none":
-            return {"type": "any_text", "excludes": [form.trigger]}
+            return written.free() if written.is_token(begin) else {"type": "any_text", "excludes": [written.trigger]}
         is_parallel = self.is_parallel and form.joint is not None
         names = [self.only] if self.only is not None else list(self.functions)
-        calls: Format = {
-            "type": "tags_with_separator",
-            "tags": [self._call(form, name) for name in names],
-            "separator": form.joint or "",
-            "at_least_one": True,
-            "stop_after_first": not is_parallel,
-        }
+        named = [self._call(written, name) for name in names]
+        one = found = _any([_sequence(_text(name), *parts) for name, parts in zip(names, named, strict=True)])
+        if written.is_plain:
+            found = {
+                "type": "tags_with_separator",
+                "tags": [_tag(name, parts) for name, parts in zip(names, named, strict=True)],
+                "separator": form.joint or "",
+                "at_least_one": True,
+                "stop_after_first": not is_parallel,
+            }
+        elif is_parallel:
+            found = _sequence(found, {"type": "star", "content": _sequence(*written.texts(form.joint or ""), found)})
         if self.choice == "required":
-            parts = [calls, *([_text(form.after)] if form.after else [])]
-            return {"type": "sequence", "elements": [_text(form.before), *parts]}
-        tags = [{"type": "tag", "begin": form.before, "content": calls, "end": form.after}]
-        if not form.after:  # nothing says where calls end, so each begins as the first one does
-            tags = [{**tag, "begin": form.before + tag["begin"]} for tag in calls["tags"]]
+            return _sequence(*written.texts(form.before), found, *written.texts(form.after))
+        # Where nothing says that calls end, each begins as the first one does.
+        behind = [found if form.after else one, *written.texts(form.after)]
+        if written.is_token(begin):
+            return {
+                "type": "token_triggered_tags",
+                "trigger_tokens": [written.tokens[begin]],
+                "tags": [_tag(written.texts(begin)[0], [*written.texts(form.before[1:]), *behind])],
+                "exclude_tokens": [token for mark, token in written.tokens.items() if mark != begin],
+                "stop_after_first": not is_parallel,
+            }
+        tags = [{"type": "tag", "begin": form.before, "content": found, "end": form.after}]
+        if not written.is_plain:
+            head, *rest = written.texts(form.before)
+            tags = [_tag(head["value"], [*rest, *behind])]
+        elif not form.after:
+            tags = [{**tag, "begin": form.before + tag["begin"]} for tag in found["tags"]]
         return {
             "type": "triggered_tags",
-            "triggers": [form.trigger],
+            "triggers": [written.trigger],
             "tags": tags,
             "stop_after_first": not is_parallel,
         }
 
-    def _call(self, form: CallForm, name: str) -> Format:
-        schema = _arguments(self.functions[name].get("parameters") or {})
-        content = {"type": "json_schema", "json_schema": schema, LABEL: f"the parameters of {name}"}
-        return {"type": "tag", "begin": name + form.between, "content": content, "end": ""}
+    def _call(self, written: _Written, name: str) -> list[Format]:
+        """Return what stands behind the name of a call."""
+        schema, tags = _arguments(self.functions[name].get("parameters") or {}), written.calls.form.arguments
+        content: Format = {"type": "json_schema", "json_schema": schema, LABEL: f"the parameters of {name}"}
+        if tags is not None:
+            content = {**content, "type": ARGUMENTS, "tags": asdict(tags)}
+        return [*written.texts(written.calls.form.between), content]
+
+
+class _Written:
+    """The texts of a form of calls as formats: control tokens by their ids, what the model chooses by its pattern."""
+
+    def __init__(self, calls: AnswerCalls) -> None:
+        self.calls = calls
+        self.tokens = {mark: token for token, mark in calls.marks.items()}
+        self._parts = re.compile(f"([{''.join((*SLOTS, *self.tokens))}])")
+
+    @property
+    def is_plain(self) -> bool:
+        """True if all is text."""
+        return not self.tokens and self.calls.form.ids in ("ours", "short")
+
+    @property
+    def trigger(self) -> str:
+        """The text that says that a call follows."""
+        return replace(self.calls.form, before=self._parts.split(self.calls.form.before)[0]).trigger
+
+    def is_token(self, mark: str) -> bool:
+        return mark in self.tokens
+
+    def texts(self, text: str) -> list[Format]:
+        """Return the formats of a text, one after the other."""
+        return [self._format(part) for part in self._parts.split(text) if part]
+
+    def _format(self, part: str) -> Format:
+        if part in self.tokens:
+            return {"type": "token", "token": self.tokens[part]}
+        return {"type": "regex", "pattern": SLOTS[part]} if part in SLOTS else _text(part)
+
+    def free(self) -> Format:
+        """Return the format of any text without control tokens."""
+        return {"type": "any_tokens", "exclude_tokens": list(self.tokens.values())}
+
+
+def _tag(begin: str | Format, parts: list[Format]) -> Format:
+    """Return a tag that begins with a text, or a token; it ends with the last part if that is one."""
+    if isinstance(begin, str) and parts[0].get("type") == "const_string":
+        begin, parts = begin + parts[0]["value"], parts[1:]
+    end: str | Format = ""
+    if len(parts) > 1 and parts[-1]["type"] in ("const_string", "token"):
+        *parts, last = parts
+        end = last["value"] if last["type"] == "const_string" else last
+    content = parts[0] if len(parts) == 1 else _sequence(*parts)
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _any(ways: list[Format]) -> Format:
+    return ways[0] if len(ways) == 1 else {"type": "or", "elements": ways}
+
+
+def _sequence(*formats: Format) -> Format:
+    return {"type": "sequence", "elements": list(formats)}
 
 
 def _arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,20 +170,20 @@ def _text(value: str) -> Format:
 
 
 def held(
-    params: SamplingParams, tools: Tools | None, form_of_calls: Callable[[], CallForm]
-) -> tuple[SamplingParams, CallForm | None]:
+    params: SamplingParams, tools: Tools | None, text: Callable[[], Text]
+) -> tuple[SamplingParams, AnswerCalls | None]:
     """Return sampling parameters that hold an answer to the tools it may call, and the form of its calls.
 
-    form_of_calls: asks the model's tokenizer for it (Text.check_calls), which raises RequestError if it is not known.
-    The form is None for an answer that may have no calls. Raises RequestError as check_one_form does.
+    text: returns the model's tokenizer, which knows the form. It is None for an answer that may have no calls. Raises
+    RequestError if the form is not known, and as check_one_form does.
     """
     if tools is None:
         return params, None
     check_one_form(tools, params)
-    form = form_of_calls()
+    calls = AnswerCalls.of(text(), tools.functions)
     if params.structured_outputs is None or tools.choice == "required":
-        params = replace(params, structured_outputs=tools.held_to(form))
-    return params, None if tools.choice == "none" else form
+        params = replace(params, structured_outputs=tools.held_to(calls))
+    return params, None if tools.choice == "none" else calls
 
 
 def check_one_form(tools: Tools, params: SamplingParams) -> None:

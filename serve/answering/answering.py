@@ -43,7 +43,7 @@ class Answering:
         # What is streamed cannot be chosen from: the engine refuses it.
         params = request.params if request.stream else computed(request.params)
         # calls: the form of the answer's calls, if it may have any
-        self.params, self.calls = held(params, request.tools, lambda: model.engine.text.check_calls())
+        self.params, self.calls = held(params, request.tools, lambda: model.engine.text)
         self._apart: ReasoningApart | None = None  # tells reasoning from text, if the model's answers may have any
         if self.request.max_reasoning_tokens is not None:
             model.engine.text.check_reasoning()
@@ -71,7 +71,8 @@ class Answering:
             if self.params.has_texts:
                 self.params = await self.model.spelled(self.params)
             self._begin_reasoning(ids)
-            marks = None if self._apart is None else self._apart.marks
+            marks = {} if self.calls is None else dict(self.calls.marks)
+            marks |= {} if self._apart is None else self._apart.marks or {}
             at_once = max(1, min(OPENED_AT_ONCE, MANY_LISTED // max(1, self.params.num_listed)))
             for number, each in enumerate(ids):
                 if number % at_once == at_once - 1:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
 
-from inferc.chat.calls import CallForm
 from inferc.errors import RequestError, nearest, shown
 from inferc.runtime.openai.reasoning import LIMITS, Shown, limit_of
 from inferc.runtime.openai.request import template_of
 from inferc.runtime.openai.tool_calls import finish_reason
+from inferc.runtime.tools.answer_calls import AnswerCalls
 from inferc.runtime.tools.call_reader import CallPart, CallReader
 from inferc.runtime.tools.tools import Tools, tools_of
 from inferc.serve.grpc import protocol
@@ -113,7 +113,7 @@ def _function(index: int, text: str) -> Any:
 class Calls:
     """The reader of the calls in the outputs of one answer."""
 
-    form: CallForm
+    form: AnswerCalls
     _readers: dict[int, CallReader] = field(default_factory=dict)
 
     def read(self, response: pb.GenerateResponse, delta: Delta) -> None:

@@ -95,7 +95,7 @@ class InferenceService:
             _check_beside_beams(request, is_whole)
         chat = await conversation_of(request.chat) if request.WhichOneof("prompt") == "chat" else None
         tools = None if chat is None else chat.tools
-        params, form = held(params, tools, lambda: engine.text.check_calls())
+        params, form = held(params, tools, lambda: engine.text)
         calls = None if form is None else Calls(form)
         model.check_open(params, 1, 0 if beams is None else beams.beam_width)  # before the work on the prompt
         if chat is not None:
@@ -119,7 +119,7 @@ class InferenceService:
         running, num_likely = params.n, 0
         # The stream is also closed when the client left or its deadline passed, which frees its KV blocks at once.
         kind: Kind = "completion" if chat is None else "chat"
-        marks = None if apart is None else apart.marks
+        marks = {**(form.marks if form is not None else {}), **((apart.marks or {}) if apart is not None else {})}
         opened = model.open(prompt, params, protocol.request_id(request), kind=kind, marks=marks, beams=beams)
         with closing(opened) as stream:
             async for raw in stream:
@@ -133,7 +133,9 @@ class InferenceService:
                     usage.reasoning_tokens = apart.num_tokens
                 usage.cached_tokens = stream.num_cached
                 usage.forgotten_tokens = sum(stream.num_forgotten.values())
-                response = _response(stream.request_id, delta, None if running else usage)
+                # Marks of calls are no text of protobuf; what they leave is written by `calls`.
+                shown = delta if calls is None else replace(delta, text="")
+                response = _response(stream.request_id, shown, None if running else usage)
                 if calls is not None:
                     calls.read(response, delta)
                 yield response, rows

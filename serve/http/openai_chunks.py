@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from inferc.chat.calls import CallForm
 from inferc.runtime.engine.request_output import CompletionOutput
 from inferc.runtime.openai.answer import (
     TokenOf,
@@ -21,6 +20,7 @@ from inferc.runtime.openai.reasoning import reasoning_delta
 from inferc.runtime.openai.request import OpenAIRequest
 from inferc.runtime.openai.tool_calls import delta_of, finish_reason
 from inferc.runtime.step.plan import Logprobs
+from inferc.runtime.tools.answer_calls import AnswerCalls
 from inferc.runtime.tools.call_reader import CallPart, CallReader
 from inferc.serve.answering.logprobs_json import PromptJson
 from inferc.serve.models.streams import Delta
@@ -49,7 +49,7 @@ class Chunks:
         request: OpenAIRequest,
         head: Mapping[str, Any],
         token: TokenOf,
-        calls: CallForm | None = None,
+        calls: AnswerCalls | None = None,
     ) -> None:
         """Prepare the parts that all chunks share.
 

@@ -7,7 +7,8 @@ import re
 import pytest
 from rendering import EACH, END, rendered
 
-from inferc.chat.calls import CallForm, call_form_of, find_call_form
+from inferc.chat.argument_tags import ArgumentTags
+from inferc.chat.calls import ID, NUMBER, CallForm, call_form_of, find_call_form
 from inferc.chat.form import find_form
 
 LISTED = "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
@@ -90,6 +91,13 @@ STYLES = {
             CALLS + "<f={{ call.function.name }}>{% for name, value in call.function.arguments.items() %}"
             "<p={{ name }}>{{ value }}</p>{% endfor %}</f>" + END
         ),
+        CallForm("<f=", ">", "</f>", "</f><f=", ArgumentTags("<p=", ">", "</p>")),
+    ),
+    "arguments by Python's own words": (
+        chat(
+            CALLS + "<f={{ call.function.name }}>{% for name, value in call.function.arguments.items() %}"
+            "{{ name }}={{ value | tojson }},{% endfor %}</f>" + END
+        ),
         None,
     ),
     "numbered": (
@@ -122,6 +130,120 @@ STYLES = {
         None,
     ),
     "arguments first": (chat(CALLS + "{{ call.function.arguments | tojson }} to {{ call.function.name }}" + END), None),
+    "as Qwen3-Coder": (
+        chat(
+            CALLS + "{{ '\n' }}<tool_call>\n<function={{ call.function.name }}>\n"
+            "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\n"
+            "{{ value | string if value is string or value is number else value | tojson }}\n</parameter>\n"
+            "{% endfor %}</function>\n</tool_call>" + END
+        ),
+        CallForm(
+            "\n<tool_call>\n<function=",
+            ">",
+            "\n</function>\n</tool_call>",
+            "\n</function>\n</tool_call>\n<tool_call>\n<function=",
+            ArgumentTags("\n<parameter=", ">\n", "\n</parameter>"),
+        ),
+    ),
+    "as GLM 4.5": (
+        chat(
+            CALLS + "{{ '\n' }}<tool_call>{{ call.function.name }}\n"
+            "{% for name, value in call.function.arguments.items() %}<arg_key>{{ name }}</arg_key>\n"
+            "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}</tool_call>" + END
+        ),
+        CallForm(
+            "\n<tool_call>",
+            "",
+            "\n</tool_call>",
+            "\n</tool_call>\n<tool_call>",
+            ArgumentTags("\n<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+        ),
+    ),
+    "as MiniMax M2": (
+        chat(
+            "{% if m.tool_calls %}{{ '\n' }}<minimax:tool_call>\n"
+            + CALLS
+            + '<invoke name="{{ call.function.name }}">\n'
+            '{% for name, value in call.function.arguments.items() %}<parameter name="{{ name }}">'
+            "{{ value if value is string else value | tojson }}</parameter>\n{% endfor %}</invoke>\n"
+            + END
+            + "</minimax:tool_call>{% endif %}"
+        ),
+        CallForm(
+            '\n<minimax:tool_call>\n<invoke name="',
+            '">',
+            "\n</invoke>\n</minimax:tool_call>",
+            '\n</invoke>\n<invoke name="',
+            ArgumentTags('\n<parameter name="', '">', "</parameter>"),
+        ),
+    ),
+    "as Kimi K2": (
+        chat(
+            "{% if m.tool_calls %}<|tool_calls_section_begin|>" + CALLS + "<|tool_call_begin|>{{ call.id }}"
+            "<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}<|tool_call_end|>"
+            + END
+            + "<|tool_calls_section_end|>{% endif %}"
+        ),
+        CallForm(
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+            f":{NUMBER}<|tool_call_argument_begin|>",
+            "<|tool_call_end|><|tool_calls_section_end|>",
+            "<|tool_call_end|><|tool_call_begin|>functions.",
+            ids="numbered",
+        ),
+    ),
+    "as Mistral, in a list": (
+        chat(
+            "{% if m.tool_calls %}[TOOL_CALLS] [" + CALLS + "{% set said = call.function | tojson %}{{ said[:-1] }}"
+            ', "id": "{{ call.id }}"}{% if not loop.last %}, {% endif %}' + END + "]{% endif %}"
+        ),
+        CallForm(
+            '[TOOL_CALLS] [{"name": "',
+            '", "arguments": ',
+            f', "id": "{ID}"}}]',
+            f', "id": "{ID}"}}, {{"name": "',
+            ids="written",
+        ),
+    ),
+    "as Mistral, one after the other": (
+        chat(
+            CALLS + "[TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]"
+            "{{ call.function.arguments | tojson }}" + END
+        ),
+        CallForm("[TOOL_CALLS]", f"[CALL_ID]{ID}[ARGS]", "", "[TOOL_CALLS]", ids="written"),
+    ),
+    "ids of nine characters alone": (
+        chat(
+            CALLS + "{% if call.id | length != 9 %}{{ raise_exception('id') }}{% endif %}"
+            "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}" + END
+        ),
+        CallForm("[TOOL_CALLS]", "[ARGS]", "", "[TOOL_CALLS]", ids="short"),
+    ),
+    "as DeepSeek V3": (
+        chat(
+            "{% if m.tool_calls %}<｜tool▁calls▁begin｜>" + CALLS + "{% if not loop.first %}{{ '\n' }}{% endif %}"
+            "<｜tool▁call▁begin｜>{{ call.type }}<｜tool▁sep｜>{{ call.function.name }}\n```json\n"
+            "{{ call.function.arguments }}\n```<｜tool▁call▁end｜>" + END + "<｜tool▁calls▁end｜>{% endif %}"
+        ),
+        CallForm(
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            "\n```json\n",
+            "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        ),
+    ),
+    "as DeepSeek V3.1": (
+        chat(
+            "{% if m.tool_calls %}<｜tool▁calls▁begin｜>" + CALLS + "<｜tool▁call▁begin｜>{{ call.function.name }}"
+            "<｜tool▁sep｜>{{ call.function.arguments }}<｜tool▁call▁end｜>" + END + "<｜tool▁calls▁end｜>{% endif %}"
+        ),
+        CallForm(
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "<｜tool▁call▁end｜><｜tool▁call▁begin｜>",
+        ),
+    ),
     "no list of tools": (EACH + HEAD + TEXT + CALLS + OBJECT + END + END, None),
     "no calls": (chat(""), None),
 }
@@ -139,6 +261,11 @@ def test_the_form_is_kept_as_json() -> None:
     form = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", AGAIN)
     assert call_form_of(form.to_json()) == form
     assert call_form_of({**form.to_json(), "joint": None}).joint is None
+    assert "ids" not in form.to_json() and "arguments" not in form.to_json()
+    tagged = CallForm("<f=", ">", "</f>", None, ArgumentTags("<p=", ">", "</p>"))
+    assert call_form_of(tagged.to_json()) == tagged and str(tagged) == "<f=NAME><p=KEY>VALUE</p>…</f>"
+    numbered = CallForm("<f=", f":{NUMBER}>", "", None, ids="numbered")
+    assert call_form_of(numbered.to_json()) == numbered and str(numbered) == "<f=NAME:NUMBER>{…}"
     assert str(form) == '<tool_call>\\n{"name": "NAME", "arguments": {…}}\\n</tool_call>'
 
 
@@ -148,6 +275,8 @@ def test_the_form_is_kept_as_json() -> None:
         ({"before": 3}, "before is 3, expected a text"),
         ({"before": ""}, "before and between: expected texts that are not empty"),
         ({"after": None}, "after is None, expected a text"),
+        ({"ids": "mine"}, "ids is 'mine', expected one of ours, short, written, numbered"),
+        ({"arguments": {}}, "arguments: expected an object with begin, middle, end, is_json"),
         ({"more": ""}, "expected an object with before, between, after, joint, found {"),
     ],
 )

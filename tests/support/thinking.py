@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -39,20 +40,25 @@ def make_thinking(source: Path, folder: Path, template: str, kind: Kind) -> dict
     """
     shutil.copytree(source, folder)
     (folder / "chat_template.jinja").write_text(template)
+    return add_tokens(folder, PIECES if kind == "text" else MARKERS, kind)
+
+
+def add_tokens(folder: Path, names: Sequence[str], kind: Kind) -> dict[str, int]:
+    """Give the ids of a tokenizer's last merges to new tokens, which are returned."""
     path = folder / "tokenizer.json"
     definition = json.loads(path.read_text())
     model, found = definition["model"], {}
-    for marker in PIECES if kind == "text" else MARKERS:
+    for name in names:
         last = max(model["vocab"], key=model["vocab"].__getitem__)
-        found[marker] = model["vocab"].pop(last)
+        found[name] = model["vocab"].pop(last)
         model["merges"] = [pair for pair in model["merges"] if "".join(pair) != last]
     if kind == "text":
         model["vocab"].update(found)
-    for marker, token in [] if kind == "text" else sorted(found.items(), key=lambda item: item[1]):
+    for name, token in [] if kind == "text" else sorted(found.items(), key=lambda item: item[1]):
         definition["added_tokens"].append(
             {
                 "id": token,
-                "content": marker,
+                "content": name,
                 "single_word": False,
                 "lstrip": False,
                 "rstrip": False,

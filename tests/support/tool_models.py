@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rendering import EACH, END
+from thinking import add_tokens
 
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
@@ -40,10 +42,38 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def make_tooled(model: Path, folder: Path, template: str = TEMPLATE) -> None:
-    """Compile a copy of a model with one of the templates above; the artifact is `tooled` in the folder."""
+LISTED = "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
+ANSWER = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+# Each argument in tags of its own.
+TAGGED = (
+    LISTED
+    + EACH
+    + "<|{{ m.role }}|>{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+    + "<call>{{ call.function.name }}{% for key, value in call.function.arguments.items() %}"
+    + "<key>{{ key }}</key><is>{{ value if value is string else value | tojson }}</is>{% endfor %}</call>"
+    + END
+    + END
+    + ANSWER
+)
+# Control tokens, and ids that are made of names and numbers in place of names.
+CONTROLS = ("<|calls|>", "<|call|>", "<|arguments|>", "<|/call|>", "<|/calls|>")
+CONTROLLED = (
+    LISTED
+    + EACH
+    + "<|{{ m.role }}|>{{ m.content or '' }}{% if m.tool_calls %}<|calls|>{% for call in m.tool_calls %}"
+    + "<|call|>{{ call.id }}<|arguments|>{{ call.function.arguments | tojson }}<|/call|>"
+    + END
+    + "<|/calls|>{% endif %}"
+    + END
+    + ANSWER
+)
+
+
+def make_tooled(model: Path, folder: Path, template: str = TEMPLATE, controls: Sequence[str] = ()) -> None:
+    """Compile a copy of a model with a template above; the artifact is `tooled` in the folder."""
     shutil.copytree(model, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(template)
+    add_tokens(folder / "model", controls, "control")
     compile(folder / "model", folder / "tooled", CompileConfig(certify="none"))
 
 

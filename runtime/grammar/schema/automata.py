@@ -70,12 +70,12 @@ def plain(term: Term) -> Term:
 
 
 def _automaton(term: Term) -> tuple[list[dict[int, Ranges]], set[int]]:
-    alphabet = _alphabet(term)
+    classes = alphabet(term)
     states, todo = {term: 0}, [term]
     edges: list[dict[int, Ranges]] = []
     while len(edges) < len(todo):
         here: dict[int, Ranges] = {}
-        for ranges in alphabet:
+        for ranges in classes:
             there = after(todo[len(edges)], ranges[0][0])
             if there == NEVER:
                 continue
@@ -84,7 +84,7 @@ def _automaton(term: Term) -> tuple[list[dict[int, Ranges]], set[int]]:
                 todo.append(there)
             here[states[there]] = merged((*here.get(states[there], ()), *ranges))
         edges.append(here)
-        if len(states) > MOST_STATES or len(states) * len(alphabet) > 20 * MOST_STATES:
+        if len(states) > MOST_STATES or len(states) * len(classes) > 20 * MOST_STATES:
             raise TooLargeError
     return edges, {index for each, index in states.items() if admits_empty(each)}
 
@@ -150,7 +150,7 @@ def _bounds(term: Term, found: set[int]) -> set[int]:
     return found
 
 
-def _alphabet(term: Term) -> list[Ranges]:
+def alphabet(term: Term) -> list[Ranges]:
     """Return classes of characters that the term does not tell apart."""
     cuts = sorted(_bounds(term, {0, 0xD800, 0xE000, LAST + 1}))
     leaves = set(_leaves(term))

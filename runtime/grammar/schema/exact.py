@@ -33,18 +33,25 @@ def exact_schema(schema: Any, spell: Callable[[Term], str] = spelled) -> dict[st
     Raises RequestError in one line, which begins with the place, for what cannot be held to, for a schema that is
     wrong or too large, and for one that admits nothing.
     """
-    document = Document(schema)
-    return _Rewriter(Reader(document, parts_of), spell).schema()
+    return Rewriter(schema, spell).schema()
 
 
-class _Rewriter:
-    def __init__(self, reader: Reader, spell: Callable[[Term], str]) -> None:
-        self.reader, self.spell = reader, spell
+class Rewriter:
+    """The rewriting of one schema: the shapes of all that its values can have within them, and these as schemas."""
+
+    def __init__(self, schema: Any, spell: Callable[[Term], str] = spelled) -> None:
+        self.reader, self.spell = Reader(Document(schema), parts_of), spell
         self.nodes: dict[Key, Node] = {}
         self.names: dict[Key, str] = {}
         self.marks = 0
 
     def schema(self) -> Form:
+        """Return the schema as xgrammar converts it."""
+        root = self.root()
+        return self.whole(self.form(root))
+
+    def root(self) -> Key:
+        """Make the nodes, and return the key of the whole schema, which admits something."""
         root: Key = (Atom(0),)
         self.collect(root)
         self.prune()
@@ -58,12 +65,20 @@ class _Rewriter:
                     refuse(node.place, f"admits nothing: it requires what {found} rules out; allow some value")
                 node = self.nodes[inner]
             refuse(node.place, f"admits nothing: {node.reason or 'it never ends'}; allow some value")
+        return root
+
+    def whole(self, top: Form) -> Form:
+        """Return a form with the definitions that it refers to."""
         definitions: dict[str, Form] = {}
-        top = self.form(root)
         while len(definitions) < len(self.names):
             for key in list(self.names)[len(definitions) :]:
                 definitions[self.names[key]] = self.node_form(self.nodes[key])
         return {**top, "$defs": definitions} if definitions else top
+
+    def of_shapes(self, node: Node, shapes: list[Shape]) -> Form:
+        """Return the schema of some of a node's shapes, by itself."""
+        self.names = {}
+        return self.whole(self.node_form(Node(node.place, shapes)))
 
     def collect(self, root: Key) -> None:
         """Make the nodes of all keys that the root's values can have parts of."""

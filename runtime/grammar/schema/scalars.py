@@ -47,8 +47,8 @@ def text_term(case: Case, is_core: bool = False) -> Term:
         raise UnspelledError(f"{', '.join([*places, *lengths])} are too intricate together") from None
 
 
-def text_form(case: Case, place: str, spell: Callable[[Term], str]) -> Form | None:
-    """Return the schema of a case's texts, or None if there are none."""
+def text_form(case: Case, place: str, spell: Callable[[Term], str]) -> tuple[Form, Term] | None:
+    """Return the schema of a case's texts, and their term, or None if there are none."""
     try:
         if (term := text_term(case, is_core=True)) == NEVER:
             least, most = case.lengths
@@ -57,7 +57,7 @@ def text_form(case: Case, place: str, spell: Callable[[Term], str]) -> Form | No
                 f"minLength {least} is more than maxLength {most}" if no_length else "no text holds to all of it"
             )
             return None
-        return {"type": "string"} if term == ALL else {"type": "string", "pattern": spell(term)}
+        return ({"type": "string"} if term == ALL else {"type": "string", "pattern": spell(term)}), term
     except UnspelledError as error:
         where, words = case.terms[0][1] if case.terms else place, str(error)
     except TooLargeError:

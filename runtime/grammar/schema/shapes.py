@@ -25,9 +25,10 @@ MOST_EXCLUDED = 2_000  # characters of the names that others must differ from
 
 @dataclass
 class Leaf:
-    """A finished schema."""
+    """A finished schema. term: that of its texts, if it is of texts alone that are not listed."""
 
     form: Form
+    term: Term | None = None
 
 
 @dataclass
@@ -115,8 +116,8 @@ class _Shaper:
         are_left_out = "integer" not in case.types and "number" not in case.places
         if case.types & set(NUMBERS) and not are_left_out:
             shapes += [Leaf(form) for form in number_forms(case, self.place)]
-        if "string" in case.types and (form := text_form(case, self.place, self.spell)) is not None:
-            shapes.append(Leaf(form))
+        if "string" in case.types and (texts := text_form(case, self.place, self.spell)) is not None:
+            shapes.append(Leaf(*texts))
         for kind in ("array", "object"):
             if kind in case.types:
                 self.check_excluded(list if kind == "array" else dict)

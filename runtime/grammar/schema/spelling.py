@@ -1,4 +1,4 @@
-"""Terms as patterns that xgrammar holds the inside of a JSON string to, character by character as JSON spells them.
+"""Terms as patterns for xgrammar: of the inside of a JSON string, as JSON spells its characters, or of bare texts.
 
 xgrammar has two readers of patterns. The first unrolls every repetition, or recounts it at every token; the second
 is taken for a pattern that has a character beyond ASCII, and compiles long repetitions of short blocks well. So every
@@ -30,10 +30,19 @@ def spelled(term: Term) -> str:
     return text
 
 
-def _spelled(term: Term, is_counted: bool) -> str:
+def pattern_of(term: Term) -> str:
+    """Return the pattern of a plain term's texts as they stand, not as JSON spells them. Raises TooLargeError."""
+    text = f"{BEYOND}{{0}}{_spelled(term, None)}"
+    if len(text) > MOST_TEXT:
+        raise TooLargeError
+    return text
+
+
+def _spelled(term: Term, is_counted: bool | None) -> str:
+    """Return the pattern; is_counted: whether within a repetition that is counted, None for texts as they stand."""
     match term:
         case Chars(ranges):
-            return _class(ranges, is_counted)
+            return _ranges(ranges) if is_counted is None else _class(ranges, is_counted)
         case Seq(parts):
             return "".join(
                 f"({_spelled(part, is_counted)})" if isinstance(part, Alt) else _spelled(part, is_counted)
@@ -47,8 +56,8 @@ def _spelled(term: Term, is_counted: bool) -> str:
             raise AssertionError("solve the term first")
 
 
-def _repeated(part: Term, least: int, most: int | None, is_counted: bool) -> str:
-    counted = _grouped(part, is_counted or max(least, most or 0) > FEW)
+def _repeated(part: Term, least: int, most: int | None, is_counted: bool | None) -> str:
+    counted = _grouped(part, None if is_counted is None else is_counted or max(least, most or 0) > FEW)
     if most is None:
         return _exactly(counted, least) + _grouped(part, is_counted) + "*"
     return _exactly(counted, least) + _at_most(counted, most - least)
@@ -71,7 +80,7 @@ def _at_most(unit: str, count: int) -> str:
     return (f"({unit}{{{BLOCK}}}){{0,{blocks - 1}}}" if blocks > 1 else "") + f"({tail})"
 
 
-def _grouped(part: Term, is_counted: bool) -> str:
+def _grouped(part: Term, is_counted: bool | None) -> str:
     text = _spelled(part, is_counted)
     return text if isinstance(part, Chars) and text[0] in "[(" else f"({text})"
 

@@ -5,22 +5,33 @@ the template would repeat it. These are found as the form of messages is (inferc
 and with two are rendered, and what stands around names and arguments is the form. It is what an answer is held to, and
 what is read from one, so that the two cannot differ.
 
-Templates that write arguments otherwise than as JSON, before the name of the tool, or with an id that the model would
-have to invent, have no such form; neither have those that write the name of the tool twice.
+Arguments are JSON, or each stands in tags of its own (inferc.chat.argument_tags). Templates that write arguments or an
+id before the name of the tool have no such form; neither have those that write the name of the tool twice.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from inferc.chat.argument_tags import ArgumentTags, argument_tags_of, find_argument_tags
 from inferc.chat.form import CALL_ID, NOTHING, ChatForm, Message, Render
 
 USER, SAID, NEXT = "Zqasked", "Zqanswered", "Zqagain"  # what the user says, what is answered, what the user says then
 NAMES = ("zqfirst_tool", "zqsecond_tool")
 KEY, VALUE = "zqkey", "zqvalue"
+# What a form has in place of what the model chooses: a call's id, and the number of a call within a conversation.
+ID, NUMBER = "\0", "\1"
+SLOTS = {ID: r"[A-Za-z0-9]{9}", NUMBER: r"[0-9]{1,6}"}
+# The ids of calls: ours, or ours in nine letters and digits where the template refuses others, as the model writes them
+# in place of ID, or made of the tool's name and of NUMBER.
+Ids = Literal["ours", "short", "written", "numbered"]
+IDS: tuple[Ids, ...] = ("ours", "short", "written", "numbered")
+LONG_ID = "call_0123456789abcdef01234567"
+OF_NAME = "functions."  # with which an id begins that is numbered
 TOOLS: tuple[Message, ...] = tuple(
     {
         "type": "function",
@@ -36,19 +47,25 @@ TOOLS: tuple[Message, ...] = tuple(
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form of an answer's calls: `before`, then for each call its tool's name, `between` and JSON, then `after`.
+    """The form of an answer's calls: `before`, then for each call its tool's name, `between`, arguments, then `after`.
 
     joint: what stands between one call's arguments and the next one's name, or None if an answer has one call at most.
+    arguments: the tags around each argument, or None if arguments are JSON. ids: what the ids of calls are, which the
+    template writes as well if they are not ours: the texts then have ID or NUMBER where they stand.
     """
 
     before: str
     between: str
     after: str
     joint: str | None = None
+    arguments: ArgumentTags | None = None
+    ids: Ids = "ours"
 
     def __str__(self) -> str:
         """Return an example of a call, as `inferc inspect` shows it."""
-        return f"{self.before}NAME{self.between}{{…}}{self.after}".replace("\n", "\\n")
+        arguments = "{…}" if self.arguments is None else str(self.arguments)
+        shown = f"{self.before}NAME{self.between}{arguments}{self.after}"
+        return shown.replace("\n", "\\n").replace(ID, "ID").replace(NUMBER, "NUMBER")
 
     @property
     def trigger(self) -> str:
@@ -57,20 +74,25 @@ class CallForm:
         return marker.rstrip("[ ") or self.before
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        unsaid = [name for name, value in (("arguments", None), ("ids", "ours")) if found[name] == value]
+        return {name: value for name, value in found.items() if name not in unsaid}
 
 
 def call_form_of(value: Any) -> CallForm:
     """Return the form that an artifact holds; raise ValueError for what is none."""
     names = ("before", "between", "after", "joint")
-    if not isinstance(value, Mapping) or value.keys() != set(names):
+    if not isinstance(value, Mapping) or value.keys() - {"arguments", "ids"} != set(names):
         raise ValueError(f"expected an object with {', '.join(names)}, found {value!r:.100}")
     for name in names:
         if not isinstance(value[name], str) and not (name == "joint" and value[name] is None):
             raise ValueError(f"{name} is {value[name]!r:.40}, expected a text")
-    if not value["before"] or not value["between"]:
+    arguments = None if value.get("arguments") is None else argument_tags_of(value["arguments"])
+    if (ids := value.get("ids", "ours")) not in IDS:
+        raise ValueError(f"ids is {ids!r:.40}, expected one of {', '.join(IDS)}")
+    if not value["before"] or not (value["between"] or arguments):
         raise ValueError("before and between: expected texts that are not empty")
-    return CallForm(**value)
+    return CallForm(**{**value, "arguments": arguments})
 
 
 def find_call_form(render: Render, form: ChatForm) -> CallForm | None:
@@ -82,18 +104,32 @@ def find_call_form(render: Render, form: ChatForm) -> CallForm | None:
         return None
     for goes_on in (True, False):  # some templates refuse a user's words right after a call
         said = _text(render, form, [_words(form, SAID)], goes_on)
-        one = _text(render, form, [_calls(form, NAMES[:1])], goes_on)
-        if said is None or one is None:
+        if said is None:
             continue
-        found = _around(said, one, NAMES[0])
-        if found is None:
-            continue
-        other = _text(render, form, [_calls(form, NAMES[1:])], goes_on)
-        if other is None or _around(said, other, NAMES[1]) != found:
-            return None  # what stands around a call depends on its name
-        two = _text(render, form, [_calls(form, NAMES)], goes_on)
-        return CallForm(*found, joint=None if two is None else _joint(found, said, two))
+        for is_numbered in (False, True):  # some write ids in place of names, which then are in them
+            one = _text(render, form, [_calls(form, NAMES[:1], is_numbered=is_numbered)], goes_on)
+            found = None if one is None else _around(said, one, NAMES[0], is_numbered)
+            if found is None:
+                continue
+            other = _text(render, form, [_calls(form, NAMES[1:], is_numbered=is_numbered)], goes_on)
+            if other is None or _around(said, other, NAMES[1], is_numbered) != found:
+                return None  # what stands around a call depends on its name
+            two = _text(render, form, [_calls(form, NAMES, is_numbered=is_numbered)], goes_on)
+            joint = None if two is None else _joint(found, said, two, is_numbered)
+            ids: Ids = "numbered" if is_numbered else "written" if ID in "".join(found) else "ours"
+            if ids == "ours" and _text(render, form, [_calls(form, NAMES[:1], call_id=LONG_ID)], goes_on) is None:
+                ids = "short"
+            return CallForm(*found, joint=joint, ids=ids)
+        if (tagged := _tagged(render, form, said, goes_on)) is not None:
+            return tagged
     return None
+
+
+def _slotted(text: str, is_numbered: bool) -> str:
+    """Return a rendered text with slots in place of ids, or of the numbers in them."""
+    if not is_numbered:
+        return text.replace(CALL_ID, ID)
+    return re.sub(f"({re.escape(OF_NAME)}(?:{'|'.join(NAMES)}):)[01]", lambda found: found[1] + NUMBER, text)
 
 
 def _text(render: Render, form: ChatForm, answer: Sequence[Message], goes_on: bool) -> str | None:
@@ -110,13 +146,14 @@ def _text(render: Render, form: ChatForm, answer: Sequence[Message], goes_on: bo
     return behind if is_there else None
 
 
-def _around(said: str, called: str, name: str) -> tuple[str, str, str] | None:
+def _around(said: str, called: str, name: str, is_numbered: bool = False) -> tuple[str, str, str] | None:
     """Return what stands before a call's name, between it and the arguments, and after these.
 
     said: a text's rendering, whose surroundings are those of any answer; called: that of one call of the tool `name`.
     """
     head, is_there, tail = said.partition(SAID)
-    if not is_there or CALL_ID in called or not called.startswith(head) or not called.endswith(tail):
+    called = _slotted(called, is_numbered)
+    if not is_there or not called.startswith(head) or not called.endswith(tail):
         return None
     inner = called[len(head) : len(called) - len(tail)]
     before, is_there, rest = inner.partition(name)
@@ -124,14 +161,43 @@ def _around(said: str, called: str, name: str) -> tuple[str, str, str] | None:
     if not is_there or not before.strip() or arguments is None:  # spaces alone do not tell a call from text
         return None
     start, end = arguments
-    if not rest[:start]:
+    between, after = rest[:start], rest[end:]
+    if not between or between[0] in SLOTS or name in rest or ID in before or between.count(ID) > 1:
         return None
-    return before, rest[:start], rest[end:]
+    if is_numbered and between.count(NUMBER) != 1:
+        return None
+    return before, between, after
 
 
-def _joint(found: tuple[str, str, str], said: str, called: str) -> str | None:
+def _tagged(render: Render, form: ChatForm, said: str, goes_on: bool) -> CallForm | None:
+    """Return the form of calls whose arguments have tags of their own."""
+    head, is_there, tail = said.partition(SAID)
+
+    def called(names: Sequence[str], arguments: Mapping[str, Any]) -> str | None:
+        """Return what is written of calls with these arguments, without what stands around any answer."""
+        text = _text(render, form, [_calls(form, names, arguments)], goes_on)
+        if text is None or CALL_ID in text or not text.startswith(head) or not text.endswith(tail):
+            return None
+        return text[len(head) : len(text) - len(tail)]
+
+    if not is_there or (found := find_argument_tags(lambda arguments: called(NAMES[:1], arguments), NAMES[0])) is None:
+        return None
+    other = find_argument_tags(lambda arguments: called(NAMES[1:], arguments), NAMES[1])
+    if other != found or not found.before.strip():
+        return None
+    two = called(NAMES, {})
+    before, between, after = found.before, found.between, found.after
+    joint = None
+    if two is not None and two.startswith(before + NAMES[0] + between) and two.endswith(NAMES[1] + between + after):
+        joint = two[len(before + NAMES[0] + between) : len(two) - len(NAMES[1] + between + after)]
+        joint = None if head.strip() and head.strip() in joint else joint  # each call is an answer of its own
+    return CallForm(before, between, after, joint, found.tags)
+
+
+def _joint(found: tuple[str, str, str], said: str, called: str, is_numbered: bool) -> str | None:
     """Return what stands between two calls, or None if the template writes one alone."""
     before, between, after = found
+    called = _slotted(called, is_numbered)
     head, _, tail = said.partition(SAID)
     second = called.find(NAMES[1], len(head))
     if second < 0 or not called.startswith(head + before + NAMES[0] + between):
@@ -170,10 +236,21 @@ def _words(form: ChatForm, words: str) -> Message:
     return {"role": "assistant", "content": content_of(form, words)}
 
 
-def _calls(form: ChatForm, names: Sequence[str]) -> Message:
-    given: Any = {KEY: VALUE} if form.tool_calls == "object" else json.dumps({KEY: VALUE})
+def _calls(
+    form: ChatForm,
+    names: Sequence[str],
+    arguments: Mapping[str, Any] | None = None,
+    is_numbered: bool = False,
+    call_id: str = CALL_ID,
+) -> Message:
+    given: Any = {KEY: VALUE} if arguments is None else arguments
+    given = given if form.tool_calls == "object" else json.dumps(given)
     nothing: Message = {}
     if form.no_content != "absent":
         nothing = {"content": None if form.no_content == "none" else NOTHING[form.content]}
-    calls = [{"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": given}} for name in names]
+    ids = [f"{OF_NAME}{name}:{index}" if is_numbered else call_id for index, name in enumerate(names)]
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
+        for call_id, name in zip(ids, names, strict=True)
+    ]
     return {"role": "assistant", **nothing, "tool_calls": calls}

@@ -7,13 +7,18 @@ import random
 from itertools import count
 from typing import Any
 
+import jsonschema
 import pytest
-from schema_walks import Walker
+from schema_walks import MARKS, Walker
 
-from inferc.chat.calls import CallForm
-from inferc.runtime.tools.call_reader import MAX_NAME, Call, CallPart, CallReader, Said, read_calls
+from inferc.chat.argument_tags import ArgumentTags
+from inferc.chat.calls import ID, NUMBER, CallForm
+from inferc.runtime.tools.answer_calls import AnswerCalls
+from inferc.runtime.tools.arguments import MAX_NAME, MAX_VALUE
+from inferc.runtime.tools.call_reader import Call, CallPart, CallReader, Said, read_calls
 from inferc.runtime.tools.tools import Choice, Tools
 
+A, B, C, D, E = list(MARKS.values())[:5]  # control tokens
 FORMS = {
     "tagged": CallForm(
         '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", '}\n</tool_call>\n<tool_call>\n{"name": "'
@@ -25,6 +30,36 @@ FORMS = {
     "lines": CallForm("<calls>\n", " ", "\n</calls>", "\n"),
     "unclosed": CallForm('CALL {"name": "', '", "arguments": ', "}", '}, {"name": "'),
     "apart": CallForm("<f=", ">", "</f>", "</f>; <f="),
+    "tags within tags": CallForm(
+        "<tool_call>\n<function=",
+        ">",
+        "\n</function>\n</tool_call>",
+        "\n</function>\n</tool_call>\n<tool_call>\n<function=",
+        ArgumentTags("\n<parameter=", ">\n", "\n</parameter>"),
+    ),
+    "tags for keys and values": CallForm(
+        "<tool_call>",
+        "",
+        "\n</tool_call>",
+        "\n</tool_call>\n<tool_call>",
+        ArgumentTags("\n<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+    ),
+    "tags with attributes": CallForm(
+        '<mm:tool_call>\n<invoke name="',
+        '">',
+        "\n</invoke>\n</mm:tool_call>",
+        '\n</invoke>\n<invoke name="',
+        ArgumentTags('\n<parameter name="', '">', "</parameter>"),
+    ),
+    "tags around JSON": CallForm("<f=", ">", "</f>", None, ArgumentTags("<a=", ">", "</a>", is_json=True)),
+    "numbered": CallForm(f"{A}{B}functions.", f":{NUMBER}{C}", f"{D}{E}", f"{D}{B}functions.", ids="numbered"),
+    "control tokens": CallForm(f"{A}{B}function{C}", "\n```json\n", f"\n```{D}{E}", f"\n```{D}\n{B}function{C}"),
+    "a control token begins": CallForm(f"{A}", f"{B}", "", f"{A}"),
+    "with an id": CallForm(f"{A}", f"{B}{ID}{C}", "", f"{A}", ids="written"),
+    "with an id at the end": CallForm(
+        f'{A} [{{"name": "', '", "arguments": ', f', "id": "{ID}"}}]', f', "id": "{ID}"}}, {{"name": "', ids="written"
+    ),
+    "text before a control token": CallForm("<calls>" + A, B, "</calls>", f"{C}{A}"),
 }
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -41,21 +76,52 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "parameters": {"properties": {"a": {"const": "}"}}},
     },
 }
+NOTHING = {"type": "object", "additionalProperties": False}  # the schema of a tool without one
+SCHEMAS = {name: function.get("parameters", NOTHING) for name, function in FUNCTIONS.items()}
 WEATHER, NOW = '{"city": "a \\"}{ b", "days": 3}', "{}"
+
+
+def calls_of(form: CallForm) -> AnswerCalls:
+    """Return the calls of an answer of a form, in which marks stand for control tokens."""
+    used = "".join((form.before, form.between, form.after, form.joint or ""))
+    return AnswerCalls(form, FUNCTIONS, {token: mark for token, mark in MARKS.items() if mark in used})
 
 
 def written(form: CallForm, calls: list[tuple[str, str]]) -> str:
     """Return an answer's calls as the form has them."""
-    said = [name + form.between + arguments for name, arguments in calls]
+    said = [name + form.between + arguments_of(form, arguments) for name, arguments in calls]
     if form.joint is None:
-        return " ".join(form.before + each + form.after for each in said)
-    return form.before + form.joint.join(said) + form.after
+        text = " ".join(form.before + each + form.after for each in said)
+    else:
+        text = form.before + form.joint.join(said) + form.after
+    numbers = count()
+    return "".join("abcDEF123" if char == ID else str(next(numbers)) if char == NUMBER else char for char in text)
+
+
+def arguments_of(form: CallForm, arguments: str) -> str:
+    """Return arguments, given as JSON, as the form has them."""
+    if (tags := form.arguments) is None:
+        return arguments
+    found = ""
+    for name, value in json.loads(arguments).items():
+        as_text = value if isinstance(value, str) and not tags.is_json else json.dumps(value)
+        found += tags.begin + name + tags.middle + as_text + tags.end
+    return found
+
+
+def has_id(form: CallForm, call: Call, number: int) -> bool:
+    """Return whether a call has the id that its form gives it."""
+    if form.ids == "written" and ID in form.between:
+        return call.id == "abcDEF123"
+    if form.ids == "numbered":
+        return call.id == f"functions.{call.name}:{number}"
+    return call.id == f"call_{number}" if form.ids == "ours" else len(call.id) == 9
 
 
 def in_pieces(form: CallForm, text: str, seed: int) -> tuple[Said, list[str | CallPart]]:
     """Read an answer in pieces of random sizes; return it, and the parts in which it came."""
     sizes, numbers = random.Random(seed), count()
-    reader, parts = CallReader(form, lambda: f"call_{next(numbers)}"), list[str | CallPart]()
+    reader, parts = CallReader(calls_of(form), lambda: f"call_{next(numbers)}"), list[str | CallPart]()
     while text:
         size = sizes.choice((1, 1, 2, 5, 30))
         parts += reader.push(text[:size])
@@ -73,8 +139,15 @@ def test_calls_and_text_are_told_apart_in_any_pieces(name: str, seed: int) -> No
     form = FORMS[name]
     calls = [("get_weather", WEATHER), ("now", NOW)]
     found, _ = in_pieces(form, "Let me see: \n" + written(form, calls), seed)
-    assert found == Said("Let me see:", [Call("call_0", "get_weather", WEATHER), Call("call_1", "now", NOW)])
-    assert read_calls(form, written(form, calls[:1])).calls[0].arguments == WEATHER
+    assert found.text == "Let me see:" and not found.is_cut
+    assert [(call.name, json.loads(call.arguments)) for call in found.calls] == [
+        ("get_weather", json.loads(WEATHER)),
+        ("now", {}),
+    ]
+    assert all(has_id(form, call, number) for number, call in enumerate(found.calls))
+    only = read_calls(calls_of(form), written(form, calls[:1])).calls[0]
+    assert json.loads(only.arguments) == json.loads(WEATHER)
+    assert form.arguments is not None or only.arguments == WEATHER
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -100,37 +173,48 @@ def test_text_that_is_no_call_stays_text(text: str, expected: str, num_calls: in
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.joint])
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.joint and form.between not in ("", B)])
 def test_nothing_is_said_that_was_not_written(name: str, seed: int) -> None:
     form = FORMS[name]
     answer = written(form, [("now", NOW), ("get_weather", WEATHER)])
     start = answer.index("get_weather")
     for end in range(len(form.before) + len("now" + form.between), start + len("get_weather")):
         found, _ = in_pieces(form, answer[:end], seed)
-        assert found.text in answer and found.text.endswith("get_weather"[: max(0, end - start)])
+        said = "".join(char for char in answer if char not in MARKS.values())
+        assert found.text in said and found.text.endswith("get_weather"[: max(0, end - start)])
 
 
-@pytest.mark.parametrize("size", [4, 1 << 20])
+@pytest.mark.parametrize("size", [16, 1 << 20])
 @pytest.mark.parametrize("name", FORMS)
 def test_little_is_held_back_of_long_answers(name: str, size: int) -> None:
     form = FORMS[name]
     for part in (form.before, form.before[:-1], " ", form.before + "f" + form.between + "{}" + form.after):
-        text = part * (200_000 // len(part))
-        reader = CallReader(form)
+        text = part * (100_000 // len(part)) if part else "x"
+        reader = CallReader(calls_of(form))
         for start in range(0, len(text), size):
             reader.push(text[start : start + size])
         held = sum(len(part) for part in reader.finish() if isinstance(part, str))
-        assert held <= MAX_NAME + len(form.before + form.between)
+        longest = form.before + form.between + form.after + (form.joint or "")
+        assert held <= MAX_NAME + len(longest) + (0 if form.arguments is None else len(form.arguments.begin))
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    reader = CallReader(FORMS["tagged"], lambda: "call_0")
+    reader = CallReader(calls_of(FORMS["tagged"]), lambda: "call_0")
     assert reader.push('Hm. <tool_call>\n{"na') == ["Hm."]
     assert reader.push('me": "get_weather", "argu') == []
     assert reader.push('ments": {"ci') == [CallPart(0, '{"ci', "get_weather", "call_0")]
     assert reader.push('ty": "Ro') == [CallPart(0, 'ty": "Ro')]
     assert reader.push('me"}}\n</tool') == [CallPart(0, 'me"}')]
     assert reader.push("_call>") == [] and reader.finish() == [] and reader.num_calls == 1
+
+
+def walker_of(form: CallForm, tools: Tools) -> Walker:
+    """Return the walker of answers with tools, which often tries what ends a part of a call."""
+    calls = calls_of(form)
+    ends = [] if form.arguments is None else [form.arguments.begin, form.arguments.end, form.arguments.end[:-1]]
+    return Walker(
+        tools.held_to(calls), has_controls=bool(calls.marks), tries=[form.before, form.after, form.joint or " ", *ends]
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -143,35 +227,111 @@ def test_what_the_grammar_admits_is_read(
     name: str, choice: Choice, only: str | None, is_parallel: bool, seed: int
 ) -> None:
     form = FORMS[name]
-    walker = Walker(Tools(FUNCTIONS, choice, only, is_parallel).held_to(form))
+    walker = walker_of(form, Tools(FUNCTIONS, choice, only, is_parallel))
     answer = walker.document(seed)
     if answer is None:
         return  # it went on for long
-    found = read_calls(form, answer)
+    found, _ = in_pieces(form, answer, seed)
+    whole = read_calls(calls_of(form), answer)
+    assert (found.text, [(call.name, call.arguments) for call in found.calls]) == (
+        whole.text,
+        [(call.name, call.arguments) for call in whole.calls],
+    )
     if choice == "required":
         assert found.text == "" and found.calls, answer
         assert is_parallel or len(found.calls) == 1
         assert {call.name for call in found.calls} <= ({only} if only else set(FUNCTIONS))
     for call in found.calls:
-        arguments = json.loads(call.arguments)
-        assert set(arguments) <= set(FUNCTIONS[call.name].get("parameters", {}).get("properties", {}))
+        jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_an_answer_without_calls_may_not_begin_one(name: str) -> None:
     form = FORMS[name]
-    walker = Walker(Tools(FUNCTIONS, "none").held_to(form))
+    walker = walker_of(form, Tools(FUNCTIONS, "none"))
     assert walker.admits("Hello.") and not walker.admits(written(form, [("now", NOW)]))
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_calls_are_of_the_tools_and_under_their_schemas(name: str) -> None:
     form = FORMS[name]
-    walker = Walker(Tools(FUNCTIONS).held_to(form))
+    walker = walker_of(form, Tools(FUNCTIONS))
     assert walker.admits("Hello.") and walker.admits("So: " + written(form, [("get_weather", WEATHER)]))
-    for wrong in ([("other", NOW)], [("get_weather", NOW)], [("get_weather", '{"city": 1}')]):
+    for wrong in ([("other", NOW)], [("get_weather", NOW)], [("get_weather", '{"city": "a", "days": "b"}')]):
         assert not walker.admits(written(form, wrong))
     two = [("now", NOW), ("get_weather", WEATHER)]
-    one_at_most = Walker(Tools(FUNCTIONS, is_parallel=False).held_to(form))
+    one_at_most = walker_of(form, Tools(FUNCTIONS, is_parallel=False))
     assert one_at_most.admits(written(form, two[:1])) and not one_at_most.admits(written(form, two))
     assert walker.admits(written(form, two)) == (form.joint is not None)
+
+
+def test_texts_of_arguments_come_as_they_are_written() -> None:
+    reader = CallReader(calls_of(FORMS["tags within tags"]), lambda: "call_0")
+    assert reader.push("<tool_call>\n<function=get_weather>") == []
+    assert reader.push("\n<parameter=ci") == [CallPart(0, "{", "get_weather", "call_0")]
+    assert reader.push('ty>\nRome "Te') == [CallPart(0, '"city": "Rome \\"Te')]
+    assert reader.push('rmini"\n</para') == [CallPart(0, 'rmini\\"')]
+    assert reader.push("meter>\n<parameter=days>\n1") == [CallPart(0, '", "days": ')]
+    assert reader.push("2\n</parameter>\n</function>\n</tool_call>") == [CallPart(0, "12}")]
+    assert reader.finish() == [] and reader.num_calls == 1 and not reader.is_cut
+
+
+MIXED: dict[str, Any] = {
+    "name": {"type": "string"},
+    "note": {"type": ["string", "null"]},
+    "amount": {"anyOf": [{"type": "string"}, {"type": "number"}]},
+    "any": {},
+    "list": {"type": "array"},
+    "flag": {"type": "boolean"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("name", "null", "null"),
+        ("name", '{"a": 1}', '{"a": 1}'),
+        ("name", "", ""),
+        ("note", "null", None),
+        ("note", "nullable", "nullable"),
+        ("note", "5", "5"),
+        ("amount", "5e3", 5e3),
+        ("amount", "5 euros", "5 euros"),
+        ("amount", "null", "null"),
+        ("any", "true", True),
+        ("any", "[1, {}]", [1, {}]),
+        ("any", "so [1]", "so [1]"),
+        ("list", '["</parameter>", "]"]', ["</parameter>", "]"]),
+        ("flag", "true", True),
+        ("flag", "False", False),  # as Python writes it
+        ("flag", "maybe", "maybe"),
+        ("other", "-3", -3),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_values_are_told_by_their_schema(name: str, value: str, expected: Any, seed: int) -> None:
+    form = FORMS["tags within tags"]
+    assert form.arguments is not None
+    text = "f>" + form.arguments.begin + name + form.arguments.middle + value + form.arguments.end
+    calls = AnswerCalls(form, {"f": {"parameters": {"properties": MIXED}}})
+    sizes, reader, said = random.Random(seed), CallReader(calls), Said()
+    answer = form.before + text + form.after
+    while answer:
+        size = sizes.choice((1, 3, 50))
+        for part in reader.push(answer[:size]):
+            said.add(part)
+        answer = answer[size:]
+    assert said.text == "" and json.loads(said.calls[0].arguments) == {name: expected}
+
+
+def test_a_text_without_end_is_handed_on() -> None:
+    form = FORMS["tags within tags"]
+    reader = CallReader(AnswerCalls(form, {"f": {"parameters": {"properties": {"a": {"type": "integer"}}}}}))
+    parts = reader.push(form.before + "f>\n<parameter=a>\n" + "1" * 3 * MAX_VALUE)
+    assert sum(len(part.arguments) for part in parts if isinstance(part, CallPart)) > 2 * MAX_VALUE
+
+
+def test_control_tokens_outside_of_calls_are_no_text() -> None:
+    form = FORMS["control tokens"]
+    found = read_calls(calls_of(form), f"a{C}b {B} c")
+    assert (found.text, found.calls) == ("ab  c", [])

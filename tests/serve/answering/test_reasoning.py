@@ -16,13 +16,14 @@ from inferc.runtime.openai.reasoning import Shown
 from inferc.runtime.openai.request import CHAT, parse_request
 from inferc.runtime.reasoning.reasoning import Reasoning
 from inferc.runtime.text.tokenizer import Text
+from inferc.runtime.tools.answer_calls import AnswerCalls
 from inferc.serve.answering.answering import Growing
 from inferc.serve.answering.logprobs_json import PromptJson
 from inferc.serve.answering.reasoning import ReasoningApart
 from inferc.serve.http.openai_chunks import Chunks
 from inferc.serve.models.streams import Delta
 
-CALLS = CallForm("<call>", "=", "</call>")
+CALLS = AnswerCalls(CallForm("<call>", "=", "</call>"))
 FORM = ReasoningForm("<think>\n", "\n</think>\n\n", is_begun=True)
 BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 
