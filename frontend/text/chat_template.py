@@ -9,9 +9,11 @@ from typing import Any, TypeAlias
 
 from jinja2 import TemplateSyntaxError
 
-from inferc.chat.calls import find_call_form
+from inferc.chat.calls import CallForm, find_call_form
 from inferc.chat.form import ChatForm, Message, Render, find_form
 from inferc.chat.reasoning import find_reasoning_form
+from inferc.errors import ConfigError
+from inferc.frontend.text.named_forms import named_call_form, named_reasoning_form
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +88,17 @@ def chat_template(tokenizer: Any) -> str | None:
     return None if template is None else str(template)
 
 
-def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -> dict[str, Any]:
+def golden_chat(
+    tokenizer: Any,
+    template: str,
+    stop_ids: list[int],
+    name: str,
+    tool_format: str | None = None,
+    reasoning_format: str | None = None,
+) -> dict[str, Any]:
     """Return what transformers renders of `golden_chats` by the template, for comparison with the runtime.
+
+    tool_format, reasoning_format: names of the forms of calls and reasoning, in place of those that are found.
 
     form: the form in which the template reads messages; null for a template that leaves out the user's words in every
     form. calls: the form in which it writes calls of tools, or null; reasoning: that of its reasoning, if any.
@@ -102,13 +113,15 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
         return _render(tokenizer, template, messages, goes_on, tools)
 
     form = find_form(render)
-    calls = None if form is None else find_call_form(render, form)
+    found = None if form is None else find_call_form(render, form)
+    calls = found if tool_format is None else _named_calls(tool_format, form, name)
 
     def render_with(messages: Sequence[Message], goes_on: bool, variables: Mapping[str, Any]) -> str:
         return _render(tokenizer, template, messages, goes_on, None, variables)
 
     controls = [each.content for each in tokenizer.added_tokens_decoder.values() if each.special]
-    reasoning = None if form is None else find_reasoning_form(render_with, form, template, controls)
+    thoughts = None if form is None else find_reasoning_form(render_with, form, template, controls)
+    reasoning = thoughts if reasoning_format is None else named_reasoning_form(reasoning_format)
     vectors = _golden_vectors(tokenizer, render, form, name) if form is not None else []
     bos = tokenizer.bos_token_id
     plain = [int(token) for token in tokenizer("a")["input_ids"]]
@@ -135,6 +148,17 @@ def golden_chat(tokenizer: Any, template: str, stop_ids: list[int], name: str) -
         "turn_end": turn_end,
         "vectors": vectors,
     }
+
+
+def _named_calls(tool_format: str, form: ChatForm | None, name: str) -> CallForm:
+    """Return the form of calls with a name, for a template that writes the tools."""
+    found = named_call_form(tool_format)
+    if form is None or not form.tools:
+        raise ConfigError(
+            f"--tool-format {tool_format}: the chat template of {name} writes no list of tools, so the model would not"
+            " see them; leave it out, or give the checkpoint a template that does"
+        )
+    return found
 
 
 def _golden_vectors(tokenizer: Any, render: Render, form: ChatForm, name: str) -> list[dict[str, Any]]:

@@ -29,7 +29,11 @@ OTHER_FILES = ("tekken.json", "*.tiktoken")  # tokenizers that transformers read
 
 
 def tokenizer_files(
-    checkpoint: Checkpoint, tokenizer: Any = None, generation: dict[str, Any] | None = None
+    checkpoint: Checkpoint,
+    tokenizer: Any = None,
+    generation: dict[str, Any] | None = None,
+    tool_format: str | None = None,
+    reasoning_format: str | None = None,
 ) -> dict[str, bytes]:
     """Return the files of the artifact's tokenizer folder, by name; empty for a model without a tokenizer.
 
@@ -39,7 +43,8 @@ def tokenizer_files(
     golden_chat.json        see `golden_chat`, where there is a template
 
     tokenizer: transformers' tokenizer object, by default that of the checkpoint's folder (see `tokenizer_source`);
-    generation: the checkpoint's `generation_defaults`, if they are known.
+    generation: the checkpoint's `generation_defaults`, if they are known. tool_format, reasoning_format: the names of
+    the forms of calls and reasoning, in place of those that the chat template tells.
     Raises UnsupportedError for a tokenizer that tokenizer.json cannot express, ConfigError for one that is damaged,
     knows no text or makes token ids that the model does not have.
     """
@@ -63,11 +68,14 @@ def tokenizer_files(
         "golden.json": _json(golden),
     }
     template = chat_template(tokenizer)
+    if template is None and (tool_format or reasoning_format):
+        option = f"--tool-format {tool_format}" if tool_format else f"--reasoning-format {reasoning_format}"
+        raise ConfigError(f"{option}: {checkpoint.name} has no chat template, so no chats; leave it out")
     chats: list[str] = []
     if template is not None:
         files["chat_template.jinja"] = template.encode()
         stop_ids = eos_token_ids(json.loads(files["generation_config.json"]))
-        chat = golden_chat(tokenizer, template, stop_ids, checkpoint.name)
+        chat = golden_chat(tokenizer, template, stop_ids, checkpoint.name, tool_format, reasoning_format)
         files["golden_chat.json"] = _json(chat)
         chats = [row["text"] for row in chat["vectors"]]
     warn_of_differences(source, checkpoint.name, chats)

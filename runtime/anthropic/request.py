@@ -81,6 +81,7 @@ def _with_thinking(request: OpenAIRequest, body: Mapping[str, Any]) -> OpenAIReq
     is_wanted = thinking is not None and thinking.is_on and config.get("display") != "omitted"
     if shown_where == "apart" and not is_wanted and not body.get("include_reasoning"):
         shown_where = "left_out"
+    request = replace(request, streams_reasoning=body.get("stream_reasoning") is not False)
     return replace(request, reasoning=shown_where, max_reasoning_tokens=limit, thinking=thinking)
 
 

@@ -28,6 +28,7 @@ from inferc.runtime.record.tapped import TappedSequence
 from inferc.runtime.step.plan import Logprobs
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Output, StepOutputs
+from inferc.runtime.step.sequence import Sequence as TokenSequence
 
 log = logging.getLogger(__name__)
 
@@ -229,11 +230,14 @@ def _tell(engine: Engine, emit: Emit) -> None:
 def _end_broken(engine: Engine, outputs: Outputs) -> list[Failed]:
     """End the requests of sequences whose logits are not finite, and drop the outputs of these sequences."""
     failed = []
+    contradictions: dict[str, str | None] = {}
     if isinstance(outputs, StepOutputs):
         broken = [
             row for row, output in outputs.others.items() if output is not None and output.finish_reason == "error"
         ]
         names = [outputs.seqs[row].request_id for row in broken]
+        seqs = [seq for row in broken if isinstance(seq := outputs.seqs[row], TokenSequence)]
+        contradictions = {seq.request_id: _contradiction(seq.params) for seq in seqs}
         outputs.others.update(dict.fromkeys(broken))
     else:
         names = [output.request_id for output in outputs if output.finish_reason == "error"]
@@ -241,8 +245,25 @@ def _end_broken(engine: Engine, outputs: Outputs) -> list[Failed]:
     known = engine.take_row_errors()
     for name in names:
         engine.abort(name)
-        failed.append(Failed(name, known.get(name, BROKEN), kind=GenerationError.__name__))
+        contradiction = contradictions.get(name)
+        if contradiction is not None and name not in known:
+            failed.append(Failed(name, contradiction, is_request_error=True))
+        else:
+            failed.append(Failed(name, known.get(name, BROKEN), kind=GenerationError.__name__))
     return failed
+
+
+def _contradiction(params: SamplingParams) -> str | None:
+    """Return why nothing was left to choose, if a request has a form and rules out tokens of its own accord."""
+    form, lists = params.structured_outputs, {"allowed_token_ids": params.allowed_token_ids}
+    lists["banned_token_ids or bad_words"] = params.never_chosen
+    given = [name for name, ids in lists.items() if ids]
+    if form is None or not given:
+        return None
+    return (
+        f"{given[0]}: it leaves none of the tokens that may come next in the form of {form.label}; leave one of them"
+        " out, or allow the tokens of the form"
+    )
 
 
 def _obey(engine: Engine, command: Command, emit: Emit) -> None:

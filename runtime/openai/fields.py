@@ -275,7 +275,7 @@ CHAT: Fields = {
     "thinking_token_budget": Field(INTEGER),
     "include_reasoning": Field(FLAG, "False leaves the reasoning out of the answer."),
     "separate_reasoning": Field(FLAG, "False leaves the reasoning in the content."),
-    "stream_reasoning": Field(FLAG),
+    "stream_reasoning": Field(FLAG, "False leaves a stream's reasoning out until it ended; it then comes at once."),
     "tools": Field(LIST),
     "tool_choice": Field(ANY),
     "parallel_tool_calls": Field(FLAG),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,11 +44,11 @@ def _message(index: int, message: Any, has_calls: bool) -> dict[str, Any]:
     for name, value in message.items():
         if name not in ("role", "content", *more) and value:
             raise RequestError(f"{where}.{name:.40} is {shown(value)}, which is not built yet; leave it out")
-    for name in REASONING:
+    for name in (*REASONING, "tool_call_id", "name"):
         if not isinstance(more.get(name, ""), str):
             raise RequestError(f"{where}.{name}: expected a text, found {shown(more[name])}")
-    if not isinstance(more.get("name", ""), str):
-        raise RequestError(f"{where}.name: expected a text, found {shown(more['name'])}")
+    if "tool_calls" in more:
+        _check_calls(f"{where}.tool_calls", more["tool_calls"])
     content = message.get("content")
     if content is None and not {"tool_calls", *REASONING}.isdisjoint(more):
         return {"role": message["role"], "content": None, **more}
@@ -74,6 +75,31 @@ def _call_as_answered(call: Any) -> Any:
     if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
         return call  # what is wrong with it is told by who reads it
     return {**call, "function": {name: value for name, value in function.items() if name not in ADDED_TO_A_CALL}}
+
+
+def _check_calls(where: str, calls: Any) -> None:
+    """Raise RequestError for calls of a wrong form, whatever the chat template makes of them."""
+    if not isinstance(calls, list):
+        raise RequestError(f"{where}: expected a list, found {shown(calls)}")
+    for index, call in enumerate(calls):
+        at = f"{where}[{index}]"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{at}: expected an object with a function that has a name, found {shown(call)}")
+        if not isinstance(call.get("id", ""), str | None):
+            raise RequestError(f"{at}.id: expected a text, found {shown(call['id'])}")
+        if call.get("type", "function") not in (None, "function"):
+            raise RequestError(f"{at}.type is {shown(call['type'])}; expected function: others are not built")
+        given = function.get("arguments")
+        if isinstance(given, str):
+            try:
+                is_object = not given.strip() or isinstance(json.loads(given), dict)
+            except (ValueError, RecursionError):
+                is_object = False
+        else:
+            is_object = given is None or isinstance(given, Mapping)
+        if not is_object:
+            raise RequestError(f"{at}.function.arguments: expected an object, or one as JSON, found {shown(given)}")
 
 
 def joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -73,8 +73,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (None, True),
     "truncate_prompt_tokens": (None,),
     "add_generation_prompt": (None, True),
-    "stream_reasoning": (None, True),
-    "include_reasoning": (None, True),
+    **dict.fromkeys(("include_reasoning", "stream_reasoning"), (None, True)),
     **dict.fromkeys(LIMITS, (None,)),
 }
 # Fields that a server supports for its requests and an offline batch does not.
@@ -90,9 +89,9 @@ SERVED = frozenset(
 )
 # Fields that chats support, and nothing else does.
 OF_TOOLS = ("tools", "tool_choice")
-OF_REASONING = ("include_reasoning", "chat_template_kwargs", "reasoning_effort", *LIMITS)
+OF_REASONING = ("include_reasoning", "stream_reasoning", "chat_template_kwargs", "reasoning_effort", *LIMITS)
 # Fields that only a chat template reads; they are refused with a plain prompt, which no template writes.
-OF_CHATS = ("chat_template_kwargs", "add_generation_prompt", "include_reasoning", *LIMITS)
+OF_CHATS = ("chat_template_kwargs", "add_generation_prompt", "include_reasoning", "stream_reasoning", *LIMITS)
 # Variables of a template that a request sets through its own fields, not through chat_template_kwargs.
 TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
@@ -118,7 +117,8 @@ class OpenAIRequest:
     - template: variables of the chat template.
     - tools: what the answer may call; None if nothing.
     - reasoning: where the answer shows its reasoning; None: it is not told from the text. max_reasoning_tokens: after
-      so many tokens it ends. thinking: what is asked for as far as the model can do it.
+      so many tokens it ends. streams_reasoning: a stream has it as it grows, or else once it ended. thinking: what is
+      asked for as far as the model can do it.
     - beams: the answers are those of this beam search, of the length and with the ends of params.
     - stream: the answer comes in parts, as stream_options say.
     - warnings: what of the body was ignored.
@@ -135,6 +135,7 @@ class OpenAIRequest:
     tools: Tools | None = None
     reasoning: Shown | None = None
     max_reasoning_tokens: int | None = None
+    streams_reasoning: bool = True
     thinking: Thinking | None = None
     beams: BeamSearchParams | None = None
     stream: bool = False
@@ -343,6 +344,7 @@ def _chat(
         raise RequestError(f"top_logprobs is {shown(body['top_logprobs'])} without logprobs; set logprobs to true")
     request = chat_request(body, messages_of(body, has_calls=True), sampling, is_served, defaults)
     request = replace(request, reasoning=shown_of(body), max_reasoning_tokens=limit_of(body))
+    request = replace(request, streams_reasoning=body.get("stream_reasoning") is not False)
     return with_tools(request, tools_of(body))
 
 

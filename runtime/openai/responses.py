@@ -118,6 +118,7 @@ def parse_response_request(body: Mapping[str, Any], defaults: Mapping[str, Any] 
     chat = with_tools(chat_request({**body, **_effort(body)}, messages, sampling, True, defaults or {}), tools)
     warnings = warnings_of(body, openai_fields.RESPONSE, openai_fields.BESIDE_RESPONSE, FIXED, openai_request.FIXED)
     chat = replace(chat, reasoning=shown_of(body), max_reasoning_tokens=limit_of(body))
+    chat = replace(chat, streams_reasoning=body.get("stream_reasoning") is not False)
     return ResponseRequest(
         replace(chat, warnings=(*warnings, *_summary_warnings(body))),
         body.get("instructions"),

@@ -37,6 +37,11 @@ class ReasoningReader:
         }
         self._read = steps[state]
 
+    @property
+    def is_over(self) -> bool:
+        """True once no more reasoning can come."""
+        return self._read in (self._read_behind, self._read_text)
+
     def push(self, text: str) -> Parts:
         """Return what became certain with the next text."""
         self._left += text

@@ -285,8 +285,8 @@ class SamplingParams:
             for name, given in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
                 if given:
                     raise RequestError(
-                        f"{name} is {shown(given)}, and an answer that structured_outputs hold to a form ends where the"
-                        " form ends; leave one of them out"
+                        f"{name} is {shown(given)}, and an answer that is held to a form (by"
+                        f" {self.structured_outputs.label}) ends where the form ends; leave one of them out"
                     )
 
 

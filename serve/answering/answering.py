@@ -89,7 +89,9 @@ class Answering:
             return
         limit = self.request.max_reasoning_tokens
         reasoning, self.params = reasoning_of(self.model.engine.text, ids[0], self.params, limit)
-        self._apart = None if reasoning is None else ReasoningApart(reasoning, shown)
+        self._apart = (
+            None if reasoning is None else ReasoningApart(reasoning, shown, as_it_grows=self.request.streams_reasoning)
+        )
 
     def close(self) -> None:
         for stream in self._streams:

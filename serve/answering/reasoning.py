@@ -12,10 +12,14 @@ from inferc.serve.models.streams import Delta
 
 
 class ReasoningApart:
-    """The readers of the choices of one request, whose prompt leaves the reasoning of each as `reasoning` says."""
+    """The readers of the choices of one request, whose prompt leaves the reasoning of each as `reasoning` says.
 
-    def __init__(self, reasoning: Reasoning, shown: Shown) -> None:
-        self._reasoning, self._shown = reasoning, shown
+    as_it_grows: parts of reasoning are handed on as they come; otherwise all of it once it ended.
+    """
+
+    def __init__(self, reasoning: Reasoning, shown: Shown, as_it_grows: bool = True) -> None:
+        self._reasoning, self._shown, self._as_it_grows = reasoning, shown, as_it_grows
+        self._held: dict[int, str] = {}  # the reasoning of choices whose reasoning has not ended
         self._readers: dict[int, ReasoningReader] = {}
         self._counts: dict[int, ReasoningCount] = {}
 
@@ -48,4 +52,8 @@ class ReasoningApart:
         if delta.finish_reason is not None:
             more, last = reader.finish(is_cut=delta.finish_reason == "length")
             thought, text = thought + more, text + last
+        if not self._as_it_grows:
+            held = self._held.get(index, "") + thought
+            is_over = reader.is_over or delta.finish_reason is not None
+            thought, self._held[index] = (held, "") if is_over else ("", held)
         return replace(delta, text=text, reasoning=thought if self._shown == "apart" else "")

@@ -96,7 +96,7 @@ class InferenceService:
         chat = await conversation_of(request.chat) if request.WhichOneof("prompt") == "chat" else None
         tools = None if chat is None else chat.tools
         params, form = held(params, tools, lambda: engine.text)
-        calls = None if form is None else Calls(form)
+        calls = Calls(form) if form else None
         model.check_open(params, 1, 0 if beams is None else beams.beam_width)  # before the work on the prompt
         if chat is not None:
             if chat.max_reasoning_tokens is not None:
@@ -105,7 +105,7 @@ class InferenceService:
         prompt = await self._prompt(model, request, chat)
         if params.has_texts:
             params = await model.spelled(params)
-        apart: ReasoningApart | None = None
+        apart = None
         if chat is not None:
             reasoning, params = reasoning_of(engine.text, prompt, params, chat.max_reasoning_tokens)
             apart = None if reasoning is None else ReasoningApart(reasoning, chat.reasoning)
@@ -115,11 +115,10 @@ class InferenceService:
             check_entries(len(prompt) * (1 + top))
             if len(prompt) > 1:  # the first token has nothing before it
                 rows = (await model.score(prompt, top, name, cache_salt=params.cache_salt)).rows
-        usage = pb.Usage(prompt_tokens=len(prompt))
-        running, num_likely = params.n, 0
+        usage, running, num_likely = pb.Usage(prompt_tokens=len(prompt)), params.n, 0
         # The stream is also closed when the client left or its deadline passed, which frees its KV blocks at once.
         kind: Kind = "completion" if chat is None else "chat"
-        marks = {**(form.marks if form is not None else {}), **((apart.marks or {}) if apart is not None else {})}
+        marks = {**(form.marks if form else {}), **((apart.marks if apart else None) or {})}
         opened = model.open(prompt, params, protocol.request_id(request), kind=kind, marks=marks, beams=beams)
         with closing(opened) as stream:
             async for raw in stream:
@@ -133,9 +132,8 @@ class InferenceService:
                     usage.reasoning_tokens = apart.num_tokens
                 usage.cached_tokens = stream.num_cached
                 usage.forgotten_tokens = sum(stream.num_forgotten.values())
-                # Marks of calls are no text of protobuf; what they leave is written by `calls`.
-                shown = delta if calls is None else replace(delta, text="")
-                response = _response(stream.request_id, shown, None if running else usage)
+                unread = delta if calls is None else replace(delta, text="")  # `calls` reads it, marks and all
+                response = _response(stream.request_id, unread, None if running else usage)
                 if calls is not None:
                     calls.read(response, delta)
                 yield response, rows

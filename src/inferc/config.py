@@ -67,8 +67,7 @@ class ContextLength:
 class CompileConfig:
     """The options of a compile; lengths are in tokens."""
 
-    # A name of TARGETS, with the chip where it needs one: cpu, onnx, reference, tensorrt:sm_86, tensorrt-paged:sm_86,
-    # cuda:sm_90, or several chips, cuda:sm_90,sm_80.
+    # A name of TARGETS, with its chips where it needs some: cpu, onnx, tensorrt:sm_86, cuda:sm_90,sm_80.
     target: str = DEFAULT_TARGET
     dtype: DType | Auto = "auto"  # the dtype of activations and weights; auto: the checkpoint's
     quantize: Quantize | None = None  # the quantization scheme; None: weights stay in `dtype`
@@ -84,6 +83,8 @@ class CompileConfig:
     expert_loads: str | None = None  # a file of how many tokens each expert got, by which experts are placed on ranks
     redundant_experts: int = 0  # how many of each layer's most loaded experts are on more than one rank
     adapter_rank: int = 0  # the largest rank of the LoRA adapters that steps have room for; 0: no adapters
+    tool_format: str | None = None  # the name of the form of calls; None: as the chat template writes them
+    reasoning_format: str | None = None  # that of reasoning
 
     def __post_init__(self) -> None:
         _check_fields(self)

@@ -323,6 +323,20 @@ def test_unknown_option_and_unknown_command(tiny_artifact: Path) -> None:
         (("--served-model-name", "a"), "give a model's name before its artifact: inferc serve NAME=OUT"),
         (
             ("--reasoning-parser", "qwen3"),
+            (
+                "how a model writes calls and reasoning is found at compile (inferc inspect OUT shows it); leave it"
+                " out, or name another one there: inferc compile MODEL -o OUT --reasoning-format NAME"
+            ),
+        ),
+        (
+            ("--tool-call-parser", "hermes"),
+            (
+                "how a model writes calls and reasoning is found at compile (inferc inspect OUT shows it); leave it"
+                " out, or name another one there: inferc compile MODEL -o OUT --tool-format NAME"
+            ),
+        ),
+        (
+            ("--enable-auto-tool-choice",),
             "how a model writes calls and reasoning is found at compile (inferc inspect OUT shows it); leave it out",
         ),
         (

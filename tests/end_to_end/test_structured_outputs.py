@@ -16,7 +16,6 @@ from inferc import LLM, RequestError, SamplingParams, StructuredOutputs
 from inferc.arena import mask_words
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
-from inferc.errors import GenerationError
 from inferc.runtime.artifact.load import load_artifact
 from inferc.runtime.engine.load import load_engine, model_limits
 from inferc.runtime.grammar.backend import open_backend
@@ -205,7 +204,7 @@ def test_a_form_that_cannot_be_held_to_is_refused_and_disturbs_nobody(
 def test_nothing_left_to_choose_ends_the_request(llm: LLM) -> None:
     digits = tuple(range(10_000)) if llm.text.tokenizer.get_vocab_size() > 10_000 else tuple(range(5, 200))
     params = SamplingParams(structured_outputs={"regex": r"[a-z]"}, banned_token_ids=digits)  # type: ignore[arg-type]
-    with pytest.raises(GenerationError, match="leave nothing to choose"):
+    with pytest.raises(RequestError, match="allowed_token_ids: it leaves none of the tokens that may come next"):
         llm.generate(PROMPTS[0], SamplingParams(structured_outputs=params.structured_outputs, allowed_token_ids=(3,)))
     assert llm.stats().num_running == 0
 

@@ -102,6 +102,22 @@ def test_the_reasoning_ends_at_its_limit(begun: Thinking, name: str, limit: int)
     assert choice["message"]["content"] and bool(choice["message"].get("reasoning")) == (limit > 0)
 
 
+def test_a_stream_may_have_the_reasoning_at_once(begun: Thinking) -> None:
+    body = {**SAMPLED, **begun.briefly, "max_tokens": 30}
+    whole = request(begun.url, CHAT, body).json["choices"][0]["message"]
+    deltas = {
+        grows: [
+            event["choices"][0]["delta"]
+            for event in request(begun.url, CHAT, {**body, "stream": True, "stream_reasoning": grows}).events
+        ]
+        for grows in (True, False)
+    }
+    parts = {grows: [each["reasoning"] for each in found if "reasoning" in each] for grows, found in deltas.items()}
+    assert parts[False] == [whole["reasoning"]] and len(parts[True]) > 1
+    said = {grows: "".join(each.get("content") or "" for each in found) for grows, found in deltas.items()}
+    assert said[True] == said[False] == (whole["content"] or "")
+
+
 def test_a_stop_string_ends_reasoning_too(begun: Thinking) -> None:
     whole = begun.ask(**begun.briefly, max_tokens=30)["choices"][0]["message"]["reasoning"]
     (choice,) = begun.ask(**begun.briefly, max_tokens=30, stop=whole[3])["choices"]
@@ -213,7 +229,7 @@ def test_histories_have_reasoning(free: Thinking, name: str, content: str | None
             "max_reasoning_tokens",
         ),
         ({"max_reasoning_tokens": 3, "ignore_eos": True}, "ignore_eos is true, and an answer that", "ignore_eos"),
-        ({"stream_reasoning": False}, "stream_reasoning is false, which is not built yet", "stream_reasoning"),
+        ({"stream_reasoning": 3}, "stream_reasoning: expected true or false, found 3", "stream_reasoning"),
         (
             {"messages": [HI, {"role": "assistant", "content": "", "reasoning": [1]}, HI]},
             "messages[1].reasoning: expected a text",

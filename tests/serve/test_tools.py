@@ -17,6 +17,11 @@ BAD = {"type": "object", "properties": {"a": {"contains": {"const": 1}}}}
 SAMPLED: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "temperature": 1, "seed": 5, "max_tokens": 120}
 
 
+def now(**given: Any) -> dict[str, Any]:
+    """Return a call of a history."""
+    return {"id": "call_1", "type": "function", "function": {"name": "now", **given}}
+
+
 def check(calls: list[dict[str, Any]]) -> None:
     """Check that calls have ids of their own, and arguments under the schemas of their tools."""
     assert len({call["id"] for call in calls}) == len(calls)
@@ -157,12 +162,46 @@ def test_a_client_sends_back_what_it_has_read_of_a_call(tooled: Server) -> None:
             "messages[0].tool_calls[0]: expected an object with a function that has a name",
             "messages",
         ),
+        *(
+            ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}]}, f"messages[1].{said}", "messages")
+            for calls, said in [
+                ("now", 'tool_calls: expected a list, found "now"'),
+                ([now(arguments=3)], "tool_calls[0].function.arguments: expected an object, or one as JSON, found 3"),
+                ([now(arguments="[1]")], "tool_calls[0].function.arguments: expected an object, or one as JSON"),
+                ([now(arguments='{"a')], "tool_calls[0].function.arguments: expected an object, or one as JSON"),
+                ([{**now(), "id": 3}], "tool_calls[0].id: expected a text, found 3"),
+                ([{**now(), "type": "custom"}], 'tool_calls[0].type is "custom"; expected function'),
+            ]
+        ),
+        (
+            {"messages": [*MESSAGES, {"role": "tool", "tool_call_id": 3, "content": "12"}]},
+            "messages[1].tool_call_id: expected a text, found 3",
+            "messages",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "messages[0].content: expected text, found 3",
+            "messages",
+        ),
+        (
+            {"tool_choice": "required", "min_tokens": 3},
+            "min_tokens is 3, and an answer that is held to a form (by tools) ends where the form ends",
+            "min_tokens",
+        ),
+        (
+            {"tool_choice": "required", "allowed_token_ids": [5]},
+            "allowed_token_ids: it leaves none of the tokens that may come next in the form of tools",
+            None,
+        ),
     ],
 )
 def test_what_cannot_be_called_is_refused(
     tooled: Server, change: dict[str, Any], message: str, param: str | None, stream: bool
 ) -> None:
     reply = request(tooled.url, CHAT, {**SAMPLED, "stream": stream, **change})
+    if stream and reply.status == 200:  # what ends a stream that has begun is its last event
+        assert reply.events[-1]["error"]["code"] == 400 and message in reply.events[-1]["error"]["message"]
+        return
     assert reply.status == 400 and message in reply.error["message"], reply.error
     assert param is None or reply.error["param"] == param
 

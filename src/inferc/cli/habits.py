@@ -20,6 +20,11 @@ AT_COMPILE = {
     "--certify full": ("--certify",),
     "--allow-drift": ("--allow-drift",),
 }
+# Options that name a form, which is found when a model is compiled.
+FORMS = {
+    "--tool-format NAME": ("--tool-format", "--tool-call-parser"),
+    "--reasoning-format NAME": ("--reasoning-format", "--reasoning-parser"),
+}
 ARTIFACT = "give the artifact as an argument: inferc serve OUT"
 KV_MEMORY = "say how large the KV cache may be: inferc serve OUT --kv-memory BYTES, for example 2GiB"
 SPECULATE = (
@@ -42,11 +47,16 @@ OF_SERVERS = {
     **dict.fromkeys(("--served-model-name", "--alias"), NAME),
     **dict.fromkeys(("--allowed-origins", "--cors-allow-origins"), "say which sites: --cors-origin ORIGIN, or *"),
     **dict.fromkeys((*DRAFTING, *OF_LLAMA_CPP), SPECULATE),
-    **dict.fromkeys(("--reasoning-parser", "--tool-call-parser", "--enable-auto-tool-choice", "--jinja"), PARSERS),
     **dict.fromkeys(
         ("--lora", "--lora-scaled", "--lora-paths"), "a LoRA adapter is --adapter NAME=PATH, as PEFT saved it"
     ),
     **dict.fromkeys(("--max-loras", "--max-cpu-loras"), "255 adapters may be loaded at a time; leave it out"),
+    **{
+        option: f"{PARSERS}, or name another one there: inferc compile MODEL -o OUT {ours}"
+        for ours, options in FORMS.items()
+        for option in options
+    },
+    **dict.fromkeys(("--enable-auto-tool-choice", "--jinja"), PARSERS),
     "--port": PORTS,
     "--api-key": "keys are in a file: inferc keys create FILE NAME, then inferc serve OUT --api-keys FILE",
     "--enforce-eager": "nothing runs eagerly, a model is compiled before it is served; leave --enforce-eager out",

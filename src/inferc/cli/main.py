@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from inferc.chat.named_forms import CALLS, REASONING
 from inferc.cli.batch import batch
 from inferc.cli.bench import bench_app
 from inferc.cli.cache import cache_app
@@ -222,6 +223,24 @@ def compile_model(
             " load with --adapter NAME=PATH. 0: none.",
         ),
     ] = 0,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(
+            "--tool-format",
+            "--tool-call-parser",
+            metavar="NAME",
+            help=f"How the model writes calls of tools, if not as its chat template does: {', '.join(CALLS)}.",
+        ),
+    ] = None,
+    reasoning_format: Annotated[
+        str | None,
+        typer.Option(
+            "--reasoning-format",
+            "--reasoning-parser",
+            metavar="NAME",
+            help=f"How the model writes reasoning, if not as its chat template does: {', '.join(REASONING)}.",
+        ),
+    ] = None,
     add_target: Annotated[
         bool,
         typer.Option(
@@ -262,8 +281,13 @@ def compile_model(
             "expert_loads": expert_loads,
             "redundant_experts": redundant_experts,
             "adapter_rank": adapter_rank,
+            "tool_format": tool_format,
+            "reasoning_format": reasoning_format,
         },
     )
+    if add_target and (tool_format or reasoning_format):
+        option = "--tool-format" if tool_format else "--reasoning-format"
+        raise ConfigError(f"{option}: --add-target leaves the text of the artifact as it is; compile the model anew")
     if passes:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     with progress("load torch") as report:

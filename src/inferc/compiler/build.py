@@ -44,6 +44,7 @@ from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
 from inferc.frontend.export import context_length
 from inferc.frontend.heads.load import load_head
 from inferc.frontend.text.generation import eos_token_ids, generation_defaults
+from inferc.frontend.text.named_forms import check_names
 from inferc.frontend.text.pooling import pooling
 from inferc.frontend.text.text_files import tokenizer_files
 from inferc.ir import program as program_lib
@@ -115,6 +116,7 @@ def compile(
     config = config or CompileConfig()
     if head_of is not None:
         check_head_config(config)
+    check_names(config.tool_format, config.reasoning_format)
     backend = open_backend(Target.parse(config.target))
     passes = load_passes(config.passes)
     with interruptible() as interrupts, OutputFolder(Path(out)) as folder:
@@ -126,7 +128,9 @@ def compile(
         resolved = config.resolve(described.dtype, context_length(checkpoint.config))
         generation = generation_defaults(described)
         request_defaults(generation)  # before compiling, report defaults that no request may have
-        build = _Build(checkpoint, resolved, backend, folder, tokenizer, report, interrupts, generation, passes, ranks)
+        of_user = (tokenizer, report, interrupts, generation, passes, ranks)
+        forms = (config.tool_format, config.reasoning_format)
+        build = _Build(checkpoint, resolved, backend, folder, *of_user, forms=forms)
         with threads_for(num_parameters):
             certificate = build.run()
         interrupts.check()
@@ -167,7 +171,9 @@ class _Build:
         passes: tuple[UserPass, ...],
         ranks: Ranks,
         for_here: bool = False,
+        forms: tuple[str | None, str | None] = (None, None),
     ) -> None:
+        self.forms = forms  # the names of those of calls and reasoning
         self.checkpoint, self.config, self.folder, self.report = checkpoint, config, folder, report
         self.interrupts, self.generation = interrupts, generation
         self.writer = ArtifactWriter(folder, config.allow_drift)
@@ -202,7 +208,7 @@ class _Build:
         self.report("read the tokenizer", 0, 1)
         head = self.checkpoint.head
         described = self.checkpoint if head is None else head.model
-        tokenizer = tokenizer_files(described, self.tokenizer, self.generation)
+        tokenizer = tokenizer_files(described, self.tokenizer, self.generation, *self.forms)
         for name, data in tokenizer.items():
             self.writer.add(f"tokenizer/{name}", data)
         if "chat_template.jinja" in tokenizer:

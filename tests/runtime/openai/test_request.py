@@ -144,7 +144,7 @@ def test_limits_and_logprobs_of_a_chat(asked: dict[str, Any], sampling: dict[str
         (
             COMPLETIONS,
             {"guided_regex": "a", "ignore_eos": True},
-            "ignore_eos is true, and an answer that structured_outputs hold to a form ends where the form ends",
+            "ignore_eos is true, and an answer that is held to a form (by ",
             "ignore_eos",
         ),
         (COMPLETIONS, {"add_special_tokens": False}, "give the prompt as token ids", "add_special_tokens"),

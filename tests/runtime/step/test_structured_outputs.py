@@ -83,7 +83,9 @@ def test_vllms_fields_that_ask_for_nothing_pass() -> None:
 @pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 1}])
 def test_what_a_form_excludes(other: dict[str, Any]) -> None:
     (name,) = other
-    with pytest.raises(RequestError, match=f"{name} is .*, and an answer that structured_outputs hold to a form ends"):
+    with pytest.raises(
+        RequestError, match=f"{name} is .*, and an answer that is held to a form .by structured_outputs"
+    ):
         SamplingParams(structured_outputs={"regex": "a"}, **other)  # type: ignore[arg-type]
 
 

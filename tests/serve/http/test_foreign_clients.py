@@ -56,7 +56,7 @@ def test_litellm_raises_its_own_errors(litellm: Any) -> None:
     assert errors["model"][:2] == ["NotFoundError", 404] and "is not served here" in errors["model"][2]
     for name, told in (
         ("tools", NO_CALLS),
-        ("schema", "ignore_eos is true, and an answer that structured_outputs hold to a form ends where"),
+        ("schema", "ignore_eos is true, and an answer that is held to a form (by"),
         ("long", "tokens"),
         ("embedding", "makes no vectors of texts"),
     ):
