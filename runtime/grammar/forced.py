@@ -7,9 +7,10 @@ one twice make it double with each. Whether a form can is told before, from the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from inferc.chat.argument_tags import argument_tags_of
 from inferc.errors import RequestError
 from inferc.runtime.grammar.lark.gbnf import least_of_rules
 from inferc.runtime.grammar.lark.terms import greatest_part
@@ -17,6 +18,8 @@ from inferc.runtime.grammar.schema.automata import TooLargeError, lengths
 from inferc.runtime.grammar.schema.ecma import PatternError, pattern_term
 from inferc.runtime.grammar.schema.exact import exact_schema
 from inferc.runtime.grammar.schema.regex import Term
+from inferc.runtime.grammar.schema.tagged import tagged_arguments
+from inferc.runtime.grammar.tags import ARGUMENTS
 from inferc.runtime.step.structured_outputs import StructuredOutputs
 
 MOST = 16_384  # characters
@@ -42,9 +45,22 @@ def is_forced_text_short(wanted: StructuredOutputs) -> bool:
 
 def _of_schema(schema: Any) -> int:
     """Return the greatest of the least lengths of all parts of a schema."""
-    terms: dict[Term, str] = {}
-    form = exact_schema(schema, lambda term: terms.setdefault(term, str(len(terms))))
-    return _Schema(list(terms), form.get("$defs", {})).greatest(form)
+    terms = _Terms()
+    return terms.greatest(exact_schema(schema, terms.spell))
+
+
+class _Terms:
+    """The patterns of rewritten schemas, each written as its number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Term, str] = {}
+
+    def spell(self, term: Term) -> str:
+        return self._numbers.setdefault(term, str(len(self._numbers)))
+
+    def greatest(self, form: Mapping[str, Any]) -> int:
+        """Return the greatest of the least lengths of all parts of a rewritten schema."""
+        return _Schema(list(self._numbers), form.get("$defs", {})).greatest(form)
 
 
 class _Schema:
@@ -96,20 +112,28 @@ class _Schema:
         return 1
 
 
-def _of_format(node: Any) -> int:
+def _of_arguments(node: Mapping[str, Any]) -> int:
+    terms = _Terms()
+    tags = argument_tags_of(node.get("tags"))
+    return _of_format(tagged_arguments(node.get("json_schema"), tags, 0, terms.spell), terms.greatest)
+
+
+def _of_format(node: Any, of_schema: Callable[[Any], int] = _of_schema) -> int:
     """Return at least the greatest length of what a structural tag must have."""
     if isinstance(node, list):
-        return min(LONG, sum(map(_of_format, node)))
+        return min(LONG, sum(_of_format(each, of_schema) for each in node))
     if isinstance(node, str):
         return len(node)
     if not isinstance(node, Mapping):
         return 0
     kind = node.get("type")
     if kind == "json_schema":
-        return _of_schema(node.get("json_schema"))
+        return of_schema(node.get("json_schema"))
+    if kind == ARGUMENTS:
+        return _of_arguments(node)
     if kind == "regex":
         return greatest_part(pattern_term(f"^({node['pattern']})$"))
     if kind == "grammar":
         return least_of_rules(node["grammar"], LONG)
-    inner = sum(_of_schema(held) if name == "schema" else _of_format(held) for name, held in node.items())
+    inner = sum(of_schema(held) if name == "schema" else _of_format(held, of_schema) for name, held in node.items())
     return min(LONG, inner * max(1, node["min"]) if kind == "repeat" else inner)

@@ -28,6 +28,7 @@ from inferc.runtime.step.plan import U32
 from inferc.runtime.step.structured_outputs import StructuredOutputs
 
 _WITHIN = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))  # bytes of characters behind the first
+TOKENS = "<["  # in a grammar that names tokens; within a name of JSON it costs drafts, and no more
 MAX_PLACE = 300  # characters of the library's message
 MOST_STATES = 50_000  # of the lexer of one answer, of 1 to 2 KB each
 BYTES_OF_A_BYTE = 64  # of memory, for each of a grammar's text: as measured, rounded up
@@ -69,7 +70,9 @@ class Llguidance:
             raise RequestError(str(error)) from None
         if not bits.any():
             raise RequestError(NO_ANSWER)
-        return (FORCES if is_forced_text_short(wanted) else FREE) + source.encode()
+        # Asked for the text that must come where a token must, llguidance fails for good.
+        forces = TOKENS not in source and is_forced_text_short(wanted)
+        return (FORCES if forces else FREE) + source.encode()
 
     def load(self, data: bytes) -> LlguidanceGrammar:
         """Return the grammar that `compile` returned."""

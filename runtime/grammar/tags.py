@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
-from inferc.chat.argument_tags import argument_tags_of
+from inferc.chat.argument_tags import ArgumentTags, argument_tags_of
 from inferc.errors import RequestError, nearest, shown
-from inferc.runtime.grammar.schema.tagged import tagged_arguments
 
 Node: TypeAlias = Mapping[str, Any]
-Rewrite: TypeAlias = Callable[[Any, Any], Any]
 
 # The kinds of formats, and the field in which each has another one, or a list of others; None: none of either.
 OF_TEXTS = ("const_string", "json_schema", "any_text", "grammar", "regex")
@@ -30,21 +29,32 @@ ARGUMENTS = "arguments"  # of a call, each in tags of its own: a format of ours
 LABEL = "label"  # of a json_schema: its name in messages, in place of where it is
 
 
-def checked_tag(value: Any, max_whitespace: int, rewrite: Rewrite) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Rewriting:
+    """The functions that return what stands for schemas in a library's structural tag; both raise RequestError.
+
+    schema: gets a JSON Schema, and the most spaces and line breaks in a row. arguments: gets that of an object whose
+    properties stand in tags of their own, these tags, and the same number, and returns a format.
+    """
+
+    schema: Callable[[Any, Any], Any]
+    arguments: Callable[[Any, ArgumentTags, int], dict[str, Any]]
+
+
+def checked_tag(value: Any, max_whitespace: int, rewriting: Rewriting) -> dict[str, Any]:
     """Return a structural tag in xgrammar's notation, with each schema rewritten so that it admits what it should.
 
     value: xgrammar's form, an object with `format`, or OpenAI's first one with `structures` and `triggers`.
-    max_whitespace: the most spaces and line breaks in a row in JSON. rewrite: returns what stands for a schema, which
-    it gets with that number. Raises RequestError for what cannot be held to.
+    max_whitespace: the most spaces and line breaks in a row in JSON. Raises RequestError for what cannot be held to.
     """
     if not isinstance(value, Mapping):
         raise RequestError(f"expected an object with a format, found {shown(value)}")
     if "structures" in value:
-        return {"type": "structural_tag", "format": _format(_of_structures(value), "#", max_whitespace, rewrite, 0)}
+        return {"type": "structural_tag", "format": _format(_of_structures(value), "#", max_whitespace, rewriting, 0)}
     if "format" not in value:
         found = ", ".join(map(_named, islice(value, 5))) or "nothing"
         raise RequestError(f"expected an object with a format, found one with {found}")
-    return {"type": "structural_tag", "format": _format(value["format"], "#/format", max_whitespace, rewrite, 0)}
+    return {"type": "structural_tag", "format": _format(value["format"], "#/format", max_whitespace, rewriting, 0)}
 
 
 def _of_structures(value: Node) -> dict[str, Any]:
@@ -61,7 +71,7 @@ def _of_structures(value: Node) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _format(node: Any, place: str, max_whitespace: int, rewrite: Rewrite, depth: int) -> dict[str, Any]:
+def _format(node: Any, place: str, max_whitespace: int, rewriting: Rewriting, depth: int) -> dict[str, Any]:
     if not isinstance(node, Mapping):
         raise RequestError(f"{place}: expected an object with a type, found {shown(node)}")
     kind = node.get("type")
@@ -71,20 +81,20 @@ def _format(node: Any, place: str, max_whitespace: int, rewrite: Rewrite, depth:
     if depth == MAX_DEPTH:
         raise RequestError(f"{place}: formats are within one another more than {MAX_DEPTH} times")
     if kind in ("json_schema", ARGUMENTS):
-        return (_schema if kind == "json_schema" else _arguments)(node, place, max_whitespace, rewrite)
+        return (_schema if kind == "json_schema" else _arguments)(node, place, max_whitespace, rewriting)
     name = HELD[kind]
     if name is None:
         return dict(node)
     held, at = node.get(name), f"{place}/{name}"
     if name == "content":
-        return {**node, name: _format(held, at, max_whitespace, rewrite, depth + 1)}
+        return {**node, name: _format(held, at, max_whitespace, rewriting, depth + 1)}
     if not isinstance(held, list) or not held:
         raise RequestError(f"{at}: expected a list of at least one format, found {shown(held)}")
-    formats = [_format(each, f"{at}/{index}", max_whitespace, rewrite, depth + 1) for index, each in enumerate(held)]
+    formats = [_format(each, f"{at}/{index}", max_whitespace, rewriting, depth + 1) for index, each in enumerate(held)]
     return {**node, name: formats}
 
 
-def _schema(node: Node, place: str, max_whitespace: int, rewrite: Rewrite) -> dict[str, Any]:
+def _schema(node: Node, place: str, max_whitespace: int, rewriting: Rewriting) -> dict[str, Any]:
     known = ("type", "json_schema", "style", "max_whitespace_cnt", LABEL)
     if unknown := [name for name in node if name not in known]:
         raise RequestError(f"{place}/{_named(unknown[0])}: it is not built; leave it out")
@@ -92,17 +102,17 @@ def _schema(node: Node, place: str, max_whitespace: int, rewrite: Rewrite) -> di
         raise RequestError(f"{place}/style: {shown(node['style'])} is not built; leave it out, for JSON")
     most = node.get("max_whitespace_cnt", max_whitespace)
     with _faults_at(node, place):
-        schema = rewrite(node.get("json_schema"), most)
+        schema = rewriting.schema(node.get("json_schema"), most)
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}
 
 
-def _arguments(node: Node, place: str, max_whitespace: int, rewrite: Rewrite) -> dict[str, Any]:
+def _arguments(node: Node, place: str, max_whitespace: int, rewriting: Rewriting) -> dict[str, Any]:
     try:
         tags = argument_tags_of(node.get("tags"))
     except ValueError as error:
         raise RequestError(f"{place}/tags: {error}") from None
     with _faults_at(node, place):
-        return tagged_arguments(node.get("json_schema"), tags, max_whitespace)
+        return rewriting.arguments(node.get("json_schema"), tags, max_whitespace)
 
 
 @contextmanager

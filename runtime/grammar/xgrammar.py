@@ -21,7 +21,8 @@ from inferc.errors import RequestError, UnsupportedError
 from inferc.runtime.grammar.forced import is_forced_text_short
 from inferc.runtime.grammar.forms import FORCES, FREE, MAX_WHITESPACE, NO_ANSWER, parsed
 from inferc.runtime.grammar.schema.exact import exact_schema
-from inferc.runtime.grammar.tags import checked_tag
+from inferc.runtime.grammar.schema.tagged import tagged_arguments
+from inferc.runtime.grammar.tags import Rewriting, checked_tag
 from inferc.runtime.grammar.vocabulary import Vocabulary
 from inferc.runtime.step.plan import U32
 from inferc.runtime.step.structured_outputs import StructuredOutputs
@@ -34,6 +35,7 @@ PARTS_BYTES = 128 << 20  # of the parts of grammars that xgrammar keeps, since o
 TOKEN = "token"  # in the text of a structural tag that may name tokens
 MAX_PLACE = 300  # characters of the library's message
 LARK = "Lark error at "
+REWRITING = Rewriting(lambda schema, _: exact_schema(schema), tagged_arguments)
 
 
 class Library:
@@ -170,7 +172,7 @@ class XGrammar:
 
     def _tag(self, wanted: StructuredOutputs) -> str:
         most = 0 if wanted.disable_any_whitespace else MAX_WHITESPACE
-        tag = checked_tag(parsed(wanted.source), most, lambda schema, _: exact_schema(schema))
+        tag = checked_tag(parsed(wanted.source), most, REWRITING)
         return json.dumps(tag, ensure_ascii=False)
 
     def _check_admits(self, made: Any) -> None:

@@ -304,3 +304,10 @@ def test_drafts_change_nothing_of_reasoning_and_its_limit(free: Thinking) -> Non
     assert found["choices"] == expected["choices"] and json.loads(found["choices"][0]["message"]["content"])
     for name in ("completion_tokens", "completion_tokens_details"):
         assert found["usage"][name] == expected["usage"][name]
+
+
+def test_both_libraries_hold_to_a_form_behind_reasoning(free: Thinking) -> None:
+    asked = {"response_format": FORMAT, "max_reasoning_tokens": 20, "temperature": 0, **free.at_once}
+    with Server(free.out, "--structured-outputs-backend", "llguidance") as server:
+        found = Thinking(server.url, free.out, free.kind, free.tokens).ask(**asked)
+    assert found["choices"] == free.ask(**asked)["choices"]

@@ -12,10 +12,12 @@ import pytest
 from command_line import run_inferc
 from http_calls import request
 from serving import Server
+from speculated import always_draft
 from tool_models import CONTROLLED, CONTROLS, TAGGED, make_tooled
 
 from inferc import LLM, SamplingParams
 from inferc.client import Client
+from inferc.runtime.engine import load
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -135,6 +137,48 @@ def test_calls_in_python(llm: LLM) -> None:
         text = answer.outputs[0].text
         assert "get_weather" in text and not any(name in text for name in CONTROLS)
         assert text == text.encode(errors="ignore").decode(), "no mark is left"
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_drafts_change_no_call(artifact: Path, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+    """Texts that a form of calls forces are drafted up to a control token, and by n-grams over it; the tokens stay."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=120, n=3)
+    found, drafted = {}, {}
+    for how in ("nothing", "none", "ngram"):
+        with monkeypatch.context() as patch:
+            if how == "nothing":
+                patch.setattr(load, "make_speculation", lambda *_: None)
+            options: dict[str, Any] = {} if how == "nothing" else {"speculate": how}
+            with LLM(artifact, num_threads=1, max_num_seqs=4, **options) as opened:
+                if how != "nothing":
+                    always_draft(opened)
+                (answer,) = opened.chat(MESSAGES, params, tools=TOOLS, tool_choice=choice)
+                found[how] = [(each.token_ids, each.tool_calls[:1]) for each in answer.outputs]
+                drafted[how] = opened.stats().num_accepted
+    assert (
+        [ids for ids, _ in found["none"]] == [ids for ids, _ in found["ngram"]] == [ids for ids, _ in found["nothing"]]
+    )
+    if choice == "required":
+        assert all(calls for _, calls in found["nothing"])
+        assert drafted["none"] > 0 and drafted["ngram"] >= drafted["none"] and not drafted["nothing"]
+
+
+def test_llguidance_holds_to_control_tokens_and_refuses_tags(artifact: Path, server: Server) -> None:
+    body = {**SAMPLED, "tool_choice": WEATHER, "parallel_tool_calls": False, "return_token_ids": True}
+    with Server(artifact, "--structured-outputs-backend", "llguidance") as other:
+        reply = request(other.url, CHAT, body)
+        free = request(other.url, CHAT, {**SAMPLED, "tools": [], "max_tokens": 4})
+        assert free.status == 200 and free.json["choices"][0]["message"]["content"]
+        if artifact.parent.name.startswith("controlled"):
+            for each in (body, {**body, "tool_choice": "auto"}):
+                one, two = (request(url, CHAT, each).json["choices"][0] for url in (server.url, other.url))
+                assert one["token_ids"] == two["token_ids"]
+            check("get_weather", reply.json["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
+            return
+        assert reply.status == 400 and reply.error["message"] == (
+            "tools: the parameters of get_weather: arguments in tags of their own are not built with llguidance;"
+            " use xgrammar for it (--structured-outputs-backend xgrammar)"
+        )
 
 
 def test_the_form_is_shown(artifact: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
+from inferc.chat.argument_tags import ArgumentTags
 from inferc.errors import RequestError, shown
 from inferc.runtime.grammar.lark.gbnf import gbnf_rule
 from inferc.runtime.grammar.lark.schema import JsonRules
@@ -17,7 +18,7 @@ from inferc.runtime.grammar.lark.terms import times, up_to, without_any
 from inferc.runtime.grammar.lark.writer import Writer
 from inferc.runtime.grammar.schema.ecma import PatternError, pattern_term
 from inferc.runtime.grammar.schema.regex import ANY, EMPTY, Chars, Seq, Term, alt, conj, literal, repeat, seq
-from inferc.runtime.grammar.tags import Node, checked_tag
+from inferc.runtime.grammar.tags import Node, Rewriting, checked_tag
 
 OTHER = "use xgrammar for it (--structured-outputs-backend xgrammar)"
 
@@ -47,7 +48,7 @@ class TagRules:
 
     def tag(self, value: Any, max_whitespace: int) -> Part:
         """Return the part of a structural tag as a client sent it. Raises RequestError with the place of a fault."""
-        return self.part(checked_tag(value, max_whitespace, self._schema)["format"], "#/format")
+        return self.part(checked_tag(value, max_whitespace, Rewriting(self._schema, _arguments))["format"], "#/format")
 
     def json(self, max_whitespace: int) -> JsonRules:
         """Return the rules of JSON with so many spaces and line breaks in a row at most."""
@@ -156,15 +157,17 @@ class TagRules:
         return f"<[{self._id(node.get('token'), f'{place}/token')}]>"
 
     def _exclude_token(self, node: Node, place: str) -> Part:
-        given = node.get("exclude_tokens") or []
-        if not isinstance(given, list):
-            _refuse(f"{place}/exclude_tokens", f"expected a list of tokens, found {shown(given)}")
-        ids = [self._id(each, f"{place}/exclude_tokens/{index}") for index, each in enumerate(given)]
-        return f"<[^{_ranges({*ids, *self.hidden})}]>"
+        return f"<[^{_ranges({*self._ids_of(node, 'exclude_tokens', place), *self.hidden})}]>"
 
     def _any_tokens(self, node: Node, place: str) -> Part:
         most = None if node.get("max_tokens") is None else _count(node, "max_tokens", place)
         return "" if most == 0 else f"({self._exclude_token(node, place)}){times(0, most)}"
+
+    def _ids_of(self, node: Node, name: str, place: str) -> list[int]:
+        given = node.get(name) or []
+        if not isinstance(given, list):
+            _refuse(f"{place}/{name}", f"expected a list of tokens, found {shown(given)}")
+        return [self._id(each, f"{place}/{name}/{index}") for index, each in enumerate(given)]
 
     def _id(self, token: Any, place: str) -> int:
         found = self.id_of(token) if isinstance(token, str) else token
@@ -173,7 +176,13 @@ class TagRules:
         return found
 
     def _sequence(self, node: Node, place: str) -> Part:
-        return self.joined([(self.part(each, at), at) for each, at in _each(node, "elements", place)])
+        return self.joined(self._elements(node, place))
+
+    def _elements(self, node: Node, place: str) -> list[tuple[Part, str]]:
+        """Return the parts that a node has in a row: of its last text, what comes behind the node may be a part."""
+        if node["type"] != "sequence":
+            return [(self.part(node, place), place)]
+        return [part for each, at in _each(node, "elements", place) for part in self._elements(each, at)]
 
     def _or(self, node: Node, place: str) -> Part:
         parts = [self._whole(each, at) for each, at in _each(node, "elements", place)]
@@ -219,15 +228,17 @@ class TagRules:
 
     def _after(self, begin: Part, node: Node, place: str) -> Part:
         """Return a tag that begins with this part."""
-        content = (self.part(node["content"], f"{place}/content"), f"{place}/content")
+        if node["type"] != "tag":
+            _refuse(f"{place}/type", f"expected tag, found {shown(node['type'])}")
+        content = self._elements(node["content"], f"{place}/content")
         ends = node.get("end")
         if not isinstance(ends, list):
-            return self.joined([(begin, place), content, (self._mark(ends, f"{place}/end"), f"{place}/end")])
+            return self.joined([(begin, place), *content, (self._mark(ends, f"{place}/end"), f"{place}/end")])
         if not ends or not all(isinstance(end, str) for end in ends):
             _refuse(f"{place}/end", f"expected a text, or a list of texts, found {shown(ends)}")
-        if isinstance(content[0], Free) and len(ends) > 1:
+        if isinstance(content[-1][0], Free) and len(ends) > 1:
             _refuse(f"{place}/end", f"several ends of free text are not built; give one, or {OTHER}")
-        return self.joined([(begin, place), content, (alt(map(literal, ends)), f"{place}/end")])
+        return self.joined([(begin, place), *content, (alt(map(literal, ends)), f"{place}/end")])
 
     def _mark(self, value: Any, place: str) -> Part:
         if isinstance(value, str):
@@ -281,10 +292,26 @@ class TagRules:
         return f"({' | '.join(map(self.text, ways))})"
 
     def _token_triggered_tags(self, node: Node, place: str) -> Part:
-        _refuse(f"{place}/type", f'"token_triggered_tags" is not built with llguidance; {OTHER}')
+        triggers = self._ids_of(node, "trigger_tokens", place)
+        ways = []
+        for each, at in _each(node, "tags", place):
+            begin = each.get("begin")
+            if not isinstance(begin, Mapping) or self._id(begin.get("token"), f"{at}/begin/token") not in triggers:
+                _refuse(f"{at}/begin", f"expected one of trigger_tokens, found {shown(begin)}")
+            ways.append(self.text(self._after(self._mark(begin, f"{at}/begin"), each, at)))
+        tag = f"({' | '.join(ways)})"
+        other = f"<[^{_ranges({*triggers, *self._ids_of(node, 'exclude_tokens', place), *self.hidden})}]>"
+        is_needed, is_one = bool(node.get("at_least_one")), bool(node.get("stop_after_first"))
+        if is_one:  # as with texts, a tag that must come comes at once
+            return tag if is_needed else f"({other})* {tag}?"
+        return f"{tag if is_needed else ''} ({other} | {tag})*"
 
 
 EMPTY_TEXT = '""'
+
+
+def _arguments(schema: Any, tags: ArgumentTags, max_whitespace: int) -> NoReturn:
+    raise RequestError(f"arguments in tags of their own are not built with llguidance; {OTHER}")
 
 
 def _only_behind(excludes: Sequence[str], end: str) -> Term:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
@@ -27,7 +27,7 @@ from inferc.runtime.grammar.schema.regex import (
     without,
 )
 from inferc.runtime.grammar.schema.shapes import Leaf, ListShape, Node, ObjectShape, Shape
-from inferc.runtime.grammar.schema.spelling import pattern_of
+from inferc.runtime.grammar.schema.spelling import pattern_of, spelled
 
 MOST_WAYS = 64  # in which the properties of a counted object may be there
 CONTROL = ((0, 32), (127, 160))  # characters that no free name has
@@ -40,14 +40,16 @@ FREE: tuple[dict[str, Any], ...] = (
 )
 
 
-def tagged_arguments(schema: Any, tags: ArgumentTags, max_whitespace: int) -> Format:
+def tagged_arguments(
+    schema: Any, tags: ArgumentTags, max_whitespace: int, spell: Callable[[Term], str] = spelled
+) -> Format:
     """Return the format of the arguments under a schema, each in tags.
 
     It admits what `exact_schema` says of JSON. Further, no text contains the tag behind it, and where an argument may
     be a text or another value, no text looks like one of the latter (inferc.runtime.grammar.schema.kinds). Raises
-    RequestError as `exact_schema` does, and for names that no tag can have.
+    RequestError as `exact_schema` does, and for names that no tag can have. spell: writes the patterns within JSON.
     """
-    return _Tagger(Rewriter(schema), ArgumentKinds(schema), tags, max_whitespace).format()
+    return _Tagger(Rewriter(schema, spell), ArgumentKinds(schema), tags, max_whitespace).format()
 
 
 class _Tagger:

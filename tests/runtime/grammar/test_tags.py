@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from schema_walks import Walker, backend
+from schema_walks import END, MARKS, Walker, backend
 
 from inferc import RequestError, StructuredOutputs
 from inferc.config import GrammarBackend
@@ -165,3 +165,66 @@ def test_tags_that_differ_in_the_ids_of_tokens_alone_are_told_apart(library: Gra
         allowed = np.flatnonzero(np.unpackbits(walker.bits.view(np.uint8), bitorder="little"))
         assert (set(b"xyz") & set(allowed.tolist()) == {token}) == (named != "exclude_token")
         assert (token in allowed) == (named != "exclude_token")
+
+
+TOKENS: list[dict[str, Any]] = [{"type": "token", "token": END + 1 + index} for index in range(4)]
+TRIGGERED: dict[str, Any] = {
+    "type": "token_triggered_tags",
+    "trigger_tokens": [END + 1, END + 2],
+    "tags": [
+        {"type": "tag", "begin": TOKENS[0], "content": {"type": "regex", "pattern": "a{2}"}, "end": TOKENS[2]},
+        {"type": "tag", "begin": TOKENS[1], "content": {"type": "json_schema", "json_schema": OTHER}, "end": "!"},
+    ],
+    "exclude_tokens": [END + 3],
+}
+A, B, C, D = list(MARKS.values())[:4]
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+@pytest.mark.parametrize("is_one", [False, True])
+def test_tags_that_tokens_trigger(library: GrammarBackend, is_needed: bool, is_one: bool) -> None:
+    form: Any = {"format": {**TRIGGERED, "at_least_one": is_needed, "stop_after_first": is_one}}
+    walker = Walker(StructuredOutputs(structural_tag=form), library, has_controls=True)
+    one, other = f"{A}aa{C}", f"{B}{DAY}!"
+    assert walker.admits(one) and walker.admits(other)
+    assert [text for text in ("", "é\n", D, "x" + one) if walker.admits(text) == is_needed] == []
+    assert [text for text in (one + other, one + "x") if walker.admits(text) == is_one] == []
+    assert [text for text in (C, A, f"{A}a{C}", f"{A}aa", f"{B}{{}}!", f"{A}{DAY}!") if walker.admits(text)] == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("is_one", [False, True])
+def test_both_libraries_admit_the_same_tags_of_tokens(library: GrammarBackend, is_one: bool, seed: int) -> None:
+    form: Any = StructuredOutputs(structural_tag={"format": {**TRIGGERED, "stop_after_first": is_one}})  # type: ignore[arg-type]
+    tries = [f"{A}aa{C}", f"{B}{DAY}!", A, B]
+    found = Walker(form, library, has_controls=True, tries=tries).document(seed)
+    other: GrammarBackend = "llguidance" if library == "xgrammar" else "xgrammar"
+    assert found is None or Walker(form, other, has_controls=True).admits(found)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({**TRIGGERED, "trigger_tokens": [END + 2]}, "begin|trigger"),
+        ({**TRIGGERED, "trigger_tokens": "a"}, "trigger_tokens"),
+        ({**TRIGGERED, "tags": [tag("<a>", SCHEMA, "</a>")]}, "begin"),
+        ({**TRIGGERED, "tags": [{"type": "const_string", "value": "a", "begin": TOKENS[0]}]}, "tag"),
+        ({"type": "triggered_tags", "triggers": ["<"], "tags": [{"type": "any_text", "begin": "<"}]}, "tag"),
+    ],
+)
+def test_wrong_tags_of_tokens_are_refused(library: GrammarBackend, form: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        Walker(StructuredOutputs(structural_tag={"format": form}), library, has_controls=True)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_the_text_that_ends_a_tag_may_go_on_from_its_last_part(library: GrammarBackend) -> None:
+    """Between two tags stands what begins as the end does."""
+    each = {"type": "json_schema", "json_schema": OTHER}
+    number = [{"type": "const_string", "value": ", "}, {"type": "regex", "pattern": "[0-9]{2}"}]
+    again = {"type": "sequence", "elements": [*number, {"type": "const_string", "value": "; "}, each]}
+    content = {"type": "sequence", "elements": [each, {"type": "star", "content": again}, *number]}
+    form: Any = {"format": {"type": "tag", "begin": "<", "content": content, "end": ";>"}}
+    walker = Walker(StructuredOutputs(structural_tag=form), library)
+    assert walker.admits(f"<{DAY}, 12;>") and walker.admits(f"<{DAY}, 12; {DAY}, 34;>")
+    assert not walker.admits(f"<{DAY}, 12>") and not walker.admits(f"<{DAY}, 1;>")

@@ -13,6 +13,8 @@ from schema_walks import MARKS, Walker
 
 from inferc.chat.argument_tags import ArgumentTags
 from inferc.chat.calls import ID, NUMBER, CallForm
+from inferc.config import GrammarBackend
+from inferc.errors import RequestError
 from inferc.runtime.tools.answer_calls import AnswerCalls
 from inferc.runtime.tools.arguments import MAX_NAME, MAX_VALUE
 from inferc.runtime.tools.call_reader import Call, CallPart, CallReader, Said, read_calls
@@ -208,13 +210,18 @@ def test_arguments_come_as_they_are_written() -> None:
     assert reader.push("_call>") == [] and reader.finish() == [] and reader.num_calls == 1
 
 
-def walker_of(form: CallForm, tools: Tools) -> Walker:
+def walker_of(form: CallForm, tools: Tools, library: GrammarBackend = "xgrammar") -> Walker:
     """Return the walker of answers with tools, which often tries what ends a part of a call."""
     calls = calls_of(form)
     ends = [] if form.arguments is None else [form.arguments.begin, form.arguments.end, form.arguments.end[:-1]]
-    return Walker(
-        tools.held_to(calls), has_controls=bool(calls.marks), tries=[form.before, form.after, form.joint or " ", *ends]
-    )
+    tries = [form.before, form.after, form.joint or " ", *ends]
+    return Walker(tools.held_to(calls), library, has_controls=bool(calls.marks), tries=tries)
+
+
+# The libraries, and the forms that each holds calls to.
+HELD: list[tuple[GrammarBackend, str]] = [("xgrammar", name) for name in FORMS] + [
+    ("llguidance", name) for name, form in FORMS.items() if form.arguments is None
+]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -222,12 +229,12 @@ def walker_of(form: CallForm, tools: Tools) -> Walker:
     ("choice", "only", "is_parallel"),
     [("required", None, True), ("required", None, False), ("required", "get_weather", True), ("auto", None, True)],
 )
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("library", "name"), HELD)
 def test_what_the_grammar_admits_is_read(
-    name: str, choice: Choice, only: str | None, is_parallel: bool, seed: int
+    library: GrammarBackend, name: str, choice: Choice, only: str | None, is_parallel: bool, seed: int
 ) -> None:
     form = FORMS[name]
-    walker = walker_of(form, Tools(FUNCTIONS, choice, only, is_parallel))
+    walker = walker_of(form, Tools(FUNCTIONS, choice, only, is_parallel), library)
     answer = walker.document(seed)
     if answer is None:
         return  # it went on for long
@@ -245,22 +252,33 @@ def test_what_the_grammar_admits_is_read(
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_an_answer_without_calls_may_not_begin_one(name: str) -> None:
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.arguments is not None])
+def test_llguidance_refuses_arguments_in_tags_by_name(name: str, choice: Choice) -> None:
+    with pytest.raises(RequestError) as caught:
+        walker_of(FORMS[name], Tools(FUNCTIONS, choice), "llguidance")
+    assert str(caught.value) == (
+        "the parameters of get_weather: arguments in tags of their own are not built with llguidance;"
+        " use xgrammar for it (--structured-outputs-backend xgrammar)"
+    )
+
+
+@pytest.mark.parametrize(("library", "name"), HELD)
+def test_an_answer_without_calls_may_not_begin_one(library: GrammarBackend, name: str) -> None:
     form = FORMS[name]
-    walker = walker_of(form, Tools(FUNCTIONS, "none"))
+    walker = walker_of(form, Tools(FUNCTIONS, "none"), library)
     assert walker.admits("Hello.") and not walker.admits(written(form, [("now", NOW)]))
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_calls_are_of_the_tools_and_under_their_schemas(name: str) -> None:
+@pytest.mark.parametrize(("library", "name"), HELD)
+def test_calls_are_of_the_tools_and_under_their_schemas(library: GrammarBackend, name: str) -> None:
     form = FORMS[name]
-    walker = walker_of(form, Tools(FUNCTIONS))
+    walker = walker_of(form, Tools(FUNCTIONS), library)
     assert walker.admits("Hello.") and walker.admits("So: " + written(form, [("get_weather", WEATHER)]))
     for wrong in ([("other", NOW)], [("get_weather", NOW)], [("get_weather", '{"city": "a", "days": "b"}')]):
         assert not walker.admits(written(form, wrong))
     two = [("now", NOW), ("get_weather", WEATHER)]
-    one_at_most = walker_of(form, Tools(FUNCTIONS, is_parallel=False))
+    one_at_most = walker_of(form, Tools(FUNCTIONS, is_parallel=False), library)
     assert one_at_most.admits(written(form, two[:1])) and not one_at_most.admits(written(form, two))
     assert walker.admits(written(form, two)) == (form.joint is not None)
 
