@@ -20,7 +20,7 @@ from inferc.runtime.openai.reasoning_wishes import EFFORT_IGNORED
 
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-BAD = {"type": "object", "properties": {"a": {"contains": {"const": 1}}}}
+BAD = {"type": "object", "properties": {"a": {"maxContains": 3}}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
 
 
@@ -237,7 +237,7 @@ def test_histories_have_reasoning(free: Thinking, name: str, content: str | None
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": BAD}}},
-            "response_format.json_schema.schema: #/properties/a/contains: ",
+            "response_format.json_schema.schema: #/properties/a/maxContains: ",
             "response_format",
         ),
     ],

@@ -17,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"verdict": {"enum": ["yes", "no"]}}, "required": ["verdict"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": SCHEMA}}
 SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 3, "max_tokens": 100}
-BAD_SCHEMA = {"type": "object", "properties": {"a": {"contains": {"const": 1}}}}
+BAD_SCHEMA = {"type": "object", "properties": {"a": {"maxContains": 3}}}
 
 
 def test_a_chat_streams_what_it_answers_whole(url: str) -> None:
@@ -58,13 +58,13 @@ def test_forms_of_a_completion(url: str, body: dict[str, Any], pattern: str) -> 
         (
             CHAT,
             {"messages": MESSAGES, "response_format": {**FORMAT, "json_schema": {"schema": BAD_SCHEMA}}},
-            "response_format.json_schema.schema: #/properties/a/contains: ",
+            "response_format.json_schema.schema: #/properties/a/maxContains: ",
             "response_format",
         ),
         (
             RESPONSES,
             {"input": "a", "text": {"format": {"type": "json_schema", "schema": BAD_SCHEMA}}},
-            "text.format.schema: #/properties/a/contains: ",
+            "text.format.schema: #/properties/a/maxContains: ",
             "text",
         ),
         (COMPLETIONS, {"prompt": "a", "guided_regex": "(a"}, "guided_regex: Regex parsing error", "guided_regex"),

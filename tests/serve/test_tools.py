@@ -13,7 +13,7 @@ from tool_models import TOOLS, check_arguments
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
-BAD = {"type": "object", "properties": {"a": {"contains": {"const": 1}}}}
+BAD = {"type": "object", "properties": {"a": {"maxContains": 3}}}
 SAMPLED: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "temperature": 1, "seed": 5, "max_tokens": 120}
 
 
@@ -152,7 +152,7 @@ def test_a_client_sends_back_what_it_has_read_of_a_call(tooled: Server) -> None:
         ({"tools": [], "tool_choice": "required"}, 'tool_choice is "required", and there are no tools', "tool_choice"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": BAD}}]},
-            "tools: the parameters of f: #/properties/a/contains",
+            "tools: the parameters of f: #/properties/a/maxContains",
             "tools",
         ),
         ({"response_format": {"type": "json_object"}}, "tools: response_format gives the answer a form, too", "tools"),

@@ -55,7 +55,7 @@ def test_calls_that_reasoning_names_are_none(text: Text, shown: Shown) -> None:
         sent += chunks.of(0, told, PromptJson(0))
     parts: list[Any] = [json.loads(each)["choices"][0] for each in sent.decode().split("data: ")[1:]]
     names = [call["function"].get("name") for part in parts for call in part["delta"].get("tool_calls", ())]
-    said = "".join(part["delta"].get("content", "") for part in parts)
+    said = "".join(part["delta"].get("content") or "" for part in parts)
     thought = "".join(part["delta"].get("reasoning", "") for part in parts)
     if shown == "in_text":
         assert names[0] == "look" and "find" in names
