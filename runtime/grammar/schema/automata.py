@@ -30,6 +30,7 @@ from inferc.runtime.grammar.schema.regex import (
 
 MOST_STATES = 200
 MOST_PARTS = 4_000
+MOST_LEAVES = 16_000  # of a way written out: terms share their parts, so few of them may be long
 LOOPS = 4  # to keep within a length, loops are bounded to no fewer rounds than this
 
 
@@ -40,9 +41,10 @@ class TooLargeError(Exception):
 # ------------------------------------------------------------------------------------------------- automata
 
 
+@lru_cache(maxsize=1024)
 def is_never(term: Term) -> bool:
     """Return whether the term admits no text at all. Raises TooLargeError."""
-    return plain(term) == NEVER if _is_compound(term) else term == NEVER
+    return 0 not in _alive(*_automaton(term)) if _is_compound(term) else term == NEVER
 
 
 def _is_compound(term: Term) -> bool:
@@ -115,20 +117,23 @@ def _read_back(edges: dict[int, dict[int, Ranges]], ends: set[int]) -> Term:
     for state, here in out.items():
         for to in here:
             into[to].add(state)
+    leaves = {state: {to: 1 for to in here} for state, here in out.items()}
     sizes = 0
     for _ in range(len(edges) - 1):
         state = min((each for each in edges if each in out and each), key=lambda each: len(into[each]) * len(out[each]))
-        here = out.pop(state)
+        here, counts = out.pop(state), leaves.pop(state)
         loop = repeat(here.pop(state, NEVER), 0, None)
+        around = counts.pop(state, 0)
         for before in into.pop(state) - {state}:
-            way = out[before].pop(state)
+            way, count = out[before].pop(state), leaves[before].pop(state)
             for to, by in here.items():
-                joined = seq((way, loop, by))
+                leaves[before][to] = leaves[before].get(to, 0) + count + around + counts[to]
                 sizes += 1
+                if sizes > MOST_PARTS or leaves[before][to] > MOST_LEAVES:
+                    raise TooLargeError
+                joined = seq((way, loop, by))
                 out[before][to] = alt((out[before].get(to, NEVER), joined))
                 into[to].add(before)
-                if sizes > MOST_PARTS:
-                    raise TooLargeError
         for to in here:
             into[to].discard(state)
     return seq((repeat(out[0].pop(0, NEVER), 0, None), out[0].get(last, NEVER)))

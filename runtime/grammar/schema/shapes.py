@@ -9,7 +9,7 @@ from math import perm
 from typing import Any, TypeAlias
 
 from inferc.errors import shown
-from inferc.runtime.grammar.schema.automata import TooLargeError, plain
+from inferc.runtime.grammar.schema.automata import TooLargeError, is_never, plain
 from inferc.runtime.grammar.schema.cases import Atom, Case, Key, key_of
 from inferc.runtime.grammar.schema.documents import refuse
 from inferc.runtime.grammar.schema.reader import MOST_CASES, NUMBERS, Reader
@@ -294,7 +294,7 @@ class _Shaper:
         """Return the names that match all of some terms, none of others, and are not named."""
         try:
             found = plain(conj(inside))
-            apart = [term for term in outside if plain(conj((found, term))) != NEVER]
+            apart = [term for term in outside if not is_never(conj((found, term)))]
             found = plain(conj((found, *map(negation, apart)))) if apart else found
             same = sorted(name for name in named if matches(found, name))
             if not same:

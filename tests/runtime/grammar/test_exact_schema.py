@@ -71,6 +71,11 @@ EXACT: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "string", "pattern": "b+c"}, ['"bbc"'], ['"bb"']),
     ({"type": "string", "pattern": '^["\\\\]$'}, ['"\\""', '"\\\\"'], ['"a"', '"\\"']),
     ({"type": "string", "pattern": "^a+$", "maxLength": 3}, ['"aaa"'], ['"aaaa"', '"b"']),
+    (
+        {"type": "string", "pattern": "^[a-z](-?[a-z])*$", "maxLength": 39},
+        ['"a"', '"a-b-cd"', f'"{"a-" * 19}b"'],
+        ['"a--b"', '"ab-"', f'"{"ab" * 20}"'],
+    ),
     ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2023-02-29"', '"2024-13-01"']),
     ({"type": "string", "format": "ipv4"}, ['"10.0.0.255"'], ['"10.0.0.256"', '"10.0.0.01"']),
     ({"type": "string", "format": "zork"}, ['"a"'], ["1"]),
@@ -190,3 +195,9 @@ def test_an_optional_property_that_admits_nothing_is_never_written(library: Gram
     empty = {"minimum": 5, "maximum": 3, "type": "integer"}
     walker = Walker({"type": "object", "properties": {"a": {"type": "null"}, "b": empty}}, library)
     assert walker.admits('{"a":null}') and not walker.admits('{"b":4}')
+
+
+def test_any_of_a_thousand_properties_may_come_next_with_llguidance() -> None:
+    walker = Walker({"properties": {f"p{index}": {"type": "null"} for index in range(1000)}}, "llguidance")
+    assert walker.admits('{"p7":null,"p999":null}')
+    assert not walker.admits('{"p7":null,"p1000":null}')
