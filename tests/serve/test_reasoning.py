@@ -20,7 +20,7 @@ from inferc.runtime.openai.reasoning_wishes import EFFORT_IGNORED
 
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-BAD = {"type": "object", "properties": {"a": {"maxContains": 3}}}
+BAD = {"type": "object", "properties": {"a": {"contains": {"const": 1}, "maxContains": 3}}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
 
 

@@ -17,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"verdict": {"enum": ["yes", "no"]}}, "required": ["verdict"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": SCHEMA}}
 SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 3, "max_tokens": 100}
-BAD_SCHEMA = {"type": "object", "properties": {"a": {"maxContains": 3}}}
+BAD_SCHEMA = {"type": "object", "properties": {"a": {"contains": {"const": 1}, "maxContains": 3}}}
 
 
 def test_a_chat_streams_what_it_answers_whole(url: str) -> None:

@@ -13,7 +13,7 @@ from tool_models import TOOLS, check_arguments
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
-BAD = {"type": "object", "properties": {"a": {"maxContains": 3}}}
+BAD = {"type": "object", "properties": {"a": {"contains": {"const": 1}, "maxContains": 3}}}
 SAMPLED: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "temperature": 1, "seed": 5, "max_tokens": 120}
 
 
