@@ -34,6 +34,7 @@ VALUES: dict[str, Any] = {
     "dry_allowed_length": 4,
     "dry_sequence_breakers": ("x", "\n"),
     "repetition_penalty": 1.25,
+    "logits_processors": (lambda token_ids, logits: logits,),
     "structured_outputs": StructuredOutputs(json=json.dumps(SCHEMA)),
 }
 BY_TYPE: dict[str, Any] = {
@@ -48,7 +49,11 @@ BY_TYPE: dict[str, Any] = {
 }
 """A value of each type for the parameters that are not named above: none is the default of any of them."""
 BESIDE = ("prompt_logprobs", "tap")  # fields of a request, beside its sampling
-OF_A_SCRIPT = ("best_of", "adapter")  # no message has them: who has all outputs chooses, and `model` names an adapter
+OF_A_SCRIPT = (
+    "best_of",
+    "adapter",
+    "logits_processors",
+)  # no message has them: who has all outputs chooses, and `model` names an adapter
 
 
 def sent(**options: Any) -> pb.GenerateRequest:

@@ -22,6 +22,7 @@ PLACEMENT = torch.zeros(4, 1, dtype=torch.int32)
 INT8 = (random(6, 8) * 40).to(torch.int8)
 FP8 = random(6, 8).to(torch.float8_e4m3fn)
 BYTES = (random(7, 16).abs() * 100).to(torch.uint8)
+ADAPTER_IDS, ADAPTERS = torch.tensor([1, 0, 2, 1, 1], dtype=torch.int32), random(3, 200)
 CALLS: dict[str, tuple[Any, ...]] = {
     "rms_norm": (random(5, 8), random(8), 1e-5),
     "rms_norm_add": (random(5, 8), random(5, 8), random(8), 1e-5),
@@ -138,6 +139,9 @@ CALLS: dict[str, tuple[Any, ...]] = {
         6,
     ),
     "lm_head": (random(5, 8), random(9, 8), None),
+    "lora_shrink": (random(5, 8), ADAPTER_IDS, None, ADAPTERS, [0, 1], [0, 20], 4),
+    "lora_lookup": (torch.tensor([0, 3, 2, 1, 0], dtype=torch.int32), ADAPTER_IDS, ADAPTERS, 0, 0, 4, 6),
+    "lora_expand": (random(5, 9), random(5, 8), ADAPTER_IDS, None, ADAPTERS, [0, 1], [8, 28], [0, 4], [4, 9], 4),
     "quantize_rows": (random(5, 8).bfloat16(),),
     "embedding_int8": (INT8, random(6).abs(), torch.tensor([[5, 0], [2, 2]]), torch.bfloat16),
     "linear_int8": (random(5, 8).bfloat16(), INT8, random(6).abs(), random(6).bfloat16()),
@@ -192,6 +196,20 @@ def test_every_op_is_covered_here() -> None:
         schema.name.removeprefix("inferc::") for schema in torch._C._jit_get_all_schemas() if "inferc::" in schema.name
     }
     assert names == {name.split()[0] for name in CALLS}
+
+
+def test_an_adapter_adds_its_two_matrices_to_the_columns_of_its_sites() -> None:
+    """A row of `adapters` holds, for a site of 8 inputs and 3 outputs: A [2, 8], then the transposed B [2, 3]."""
+    x, y, adapters = random(4, 8), random(4, 7), random(3, 22)
+    ids, rows = torch.tensor([9, 2, 0, 1, 2], dtype=torch.int32), torch.tensor([1, 2, 4, 3], dtype=torch.int32)
+    shrunk = inferc.lora_shrink(x, ids, rows, adapters, [0], [0], 2)
+    found = inferc.lora_expand(y, shrunk, ids, rows, adapters, [0], [8], [3], [6], 2)
+    for row, adapter in enumerate((2, 0, 2, 1)):
+        expected = y[row].clone()
+        if adapter:
+            a, b = adapters[adapter, :16].view(2, 8), adapters[adapter, 16:].view(2, 3).T
+            expected[3:6] += b @ (a @ x[row])
+        torch.testing.assert_close(found[row], expected)
 
 
 def test_rms_norm_is_torchs_in_float32_and_rounds_once_or_twice() -> None:
