@@ -41,7 +41,7 @@ class Model:
     def __init__(self) -> None:
         self.answers: list[Answer] = []
 
-    def check_open(self, params: SamplingParams, num_prompts: int = 1) -> None:
+    def check_open(self, params: SamplingParams, num_prompts: int = 1, num_sequences: int = 0) -> None:
         pass
 
     async def encode(self, text: str) -> list[int]:
