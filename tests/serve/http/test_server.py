@@ -251,7 +251,7 @@ BAD: list[tuple[Any, str, str | None]] = [
     ({"prompt": "a", "guided_regex": "(b"}, "guided_regex: Regex parsing error at position 3: The", "guided_regex"),
     ({"prompt": "a", "structural_tag": {"a": 1}}, "structural_tag: expected an object with a fo", "structural_tag"),
     ({"prompt": "a", "num_beams": 4}, "num_beams is 4, which is not built yet", "num_beams"),
-    ({"prompt": "a", "length_penalty": 0.5}, "length_penalty is 0.5, which is not built yet", "length_penalty"),
+    ({"prompt": "a", "length_penalty": 0.5}, "length_penalty is 0.5, which a beam search reads", "length_penalty"),
     ({"prompt": "a", "detokenize": False}, "detokenize is false, which is not built yet", "detokenize"),
     ({"prompt": "half a pair \ud83d"}, "the prompt is not text", None),
     ({"prompt": "a", "cache_salt": "half \ud83d"}, "cache_salt: it is not text", "cache_salt"),
