@@ -411,7 +411,7 @@ class AsyncEngine:
         self._num_sequences += task.num_sequences
         self._num_listed += task.num_listed
         if isinstance(task, Stream):
-            self.queue.came(task.num_sequences, task.opened_at)
+            self.queue.came(task.num_waiting, task.opened_at)
         self._drained.clear()
         try:
             self._start(task)

@@ -9,6 +9,7 @@ from letters import Letters
 from virtual_time import run
 
 from inferc.errors import GenerationError, ObjectiveError, RequestError
+from inferc.runtime.engine.beam_search import BeamSearchParams
 from inferc.runtime.engine.loop import Failed, Scored, Sink, Stats
 from inferc.runtime.engine.scoring import Score
 from inferc.runtime.engine.stats import EngineStats
@@ -108,6 +109,19 @@ def test_what_a_slow_reader_misses_is_merged() -> None:
             Delta(0, "hello", list(b"hello"), None, []),
             Delta(0, "!", list(b"!"), "length", []),
         ]
+
+    run(work())
+
+
+def test_a_search_that_is_over_leaves_nobody_waiting() -> None:
+    """Beams are no outputs: as many wait for a first token as answers were asked for."""
+
+    async def work() -> None:
+        engine = make_engine(Script())
+        stream = engine.open([1], SamplingParams(), "a", beams=BeamSearchParams(4, max_tokens=3))
+        assert (engine.num_sequences, engine.queue.num_waiting) == (4, 1)
+        stream.close()
+        assert (engine.num_sequences, engine.queue.num_waiting) == (0, 0)
 
     run(work())
 
