@@ -21,12 +21,12 @@ from torch import Tensor, fx
 
 from inferc.arena import ENGINE_ALIGNMENT, POOLS, ROW_ALIGNMENT, MemoryPlan, Place, Pool
 from inferc.codegen.segments import segment_of, stays_inside
+from inferc.codegen.values import IN_PLACE
 from inferc.errors import UnsupportedError, VerifyError
-from inferc.ir.program import Program, ancestors
+from inferc.ir.program import Program, ancestors, target_name
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
 VIEWS = (aten.view.default, aten.slice.Tensor)
-IN_PLACE = (inferc.lora_expand.default,)  # ops that write into their first argument, and return it
 # In bytes per row: the values of a program with segments, and their pools, begin at multiples of it.
 SEGMENT_ALIGNMENT = ENGINE_ALIGNMENT // ROW_ALIGNMENT
 ROTATES_AND_WRITES = (  # ops that return (q, cache)
@@ -76,7 +76,13 @@ def live_values(program: Program) -> list[Value]:
     made = []
     for node in calls:
         value = node.meta["val"]
-        if node.target in (*VIEWS, *IN_PLACE) or not isinstance(value, Tensor) or _is_cache(node) or stays_inside(node):
+        if (
+            node.target in VIEWS
+            or _is_in_place(node)
+            or not isinstance(value, Tensor)
+            or _is_cache(node)
+            or stays_inside(node)
+        ):
             continue
         pool: Pool | None = axes.get(str(value.shape[0])) if node in step else "sample"
         if pool is None:
@@ -125,9 +131,14 @@ def _last_uses(calls: list[fx.Node], index: dict[fx.Node, int], results: list[fx
     for node in reversed(calls):
         for source in node.all_input_nodes:
             if source in last:
-                alias = node.target in VIEWS or (node.target in IN_PLACE and source is node.args[0])
+                alias = node.target in VIEWS or (_is_in_place(node) and source is node.args[0])
                 last[source] = max(last[source], last[node] if alias else index[node])
     return last
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Return whether the node is its first argument, into which its kernel writes."""
+    return target_name(node.target) in IN_PLACE
 
 
 def _is_cache(node: fx.Node) -> bool:
