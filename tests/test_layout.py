@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import combination_tables
 import house
 import module_tables
 import pytest
@@ -341,6 +342,11 @@ def test_modules_stay_readable() -> None:
 def test_the_tables_of_modules_are_what_the_modules_say() -> None:
     page = module_tables.PAGE.read_text(encoding="utf-8")
     assert page == module_tables.render(page), "write them anew: python tools/module_tables.py"
+
+
+def test_the_tables_of_combinations_are_those_that_refuse() -> None:
+    page = combination_tables.PAGE.read_text(encoding="utf-8")
+    assert page == combination_tables.render(page), "write them anew: python tools/combination_tables.py"
 
 
 def test_every_module_and_room_says_what_it_is() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from inferc.kv_groups import CacheGroup, Eviction, cache_groups
 from inferc.runtime.adapters.arrange import room_for_adapters
 from inferc.runtime.adapters.store import AdapterRunner, AdapterStore, parse_adapters
 from inferc.runtime.artifact.load import Artifact, load_artifact
+from inferc.runtime.engine.combinations import check_options, refusal
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.engine.scoring import Pooling
-from inferc.runtime.engine.speculative import DraftModel, check_together, make_speculation
+from inferc.runtime.engine.speculative import DraftModel, make_speculation
 from inferc.runtime.grammar.backend import choose_backend
 from inferc.runtime.grammar.compiler import GrammarCompiler
 from inferc.runtime.grammar.grammars import Grammars
@@ -39,60 +39,10 @@ from inferc.runtime.runners.api import (
 from inferc.runtime.runners.nodes import Node, choose_nodes
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.step.generation_defaults import generation_defaults, without_text
-from inferc.targets import DEFAULT_TARGET, find_spec
+from inferc.targets import find_spec
 from inferc.version import __version__
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """An option that a config may ask for and that only runners with the capability `needed` support.
-
-    why_not: the reason that the error message gives for other runners.
-    """
-
-    option: str
-    value: Callable[[EngineConfig], object]
-    needed: Capability
-    why_not: str
-
-
-_NO_BLOCKS = "its KV cache gives no blocks away"
-_OWN_KERNELS = "it chooses its own kernels and threads"
-_ASKED = (
-    _Asked("--kv-disk", lambda config: config.kv_disk, "kv_disk", _NO_BLOCKS),
-    _Asked(
-        "--speculate",
-        lambda config: config.speculate if config.speculate != "none" else None,
-        "drafts",
-        "its steps sample one token of a sequence",
-    ),
-    _Asked(
-        "--structured-outputs-backend",
-        lambda config: config.structured_outputs_backend if config.structured_outputs_backend != "auto" else None,
-        "grammars",
-        "its answers are not held to a form",
-    ),
-    _Asked(
-        "--speculate",
-        lambda config: config.speculate if Speculate.parse(config.speculate).method == "eagle3" else None,
-        "taps",
-        "its steps show no rows to a head",
-    ),
-    _Asked("--kv-evict", lambda config: config.kv_evict, "kv_evict", _NO_BLOCKS),
-    _Asked("--kv-events", lambda config: config.kv_events, "kv_events", _NO_BLOCKS),
-    _Asked(
-        "--record",
-        lambda config: config.record,
-        "record",
-        "what it computes depends on what else runs, and no replay can give the same bits",
-    ),
-    _Asked("--adapter", lambda config: " ".join(config.adapters), "adapters", "its steps have no place for adapters"),
-    _Asked("--tap", lambda config: " ".join(config.tap), "taps", "its values are not seen"),
-    _Asked("--isa", lambda config: config.isa if config.isa != "auto" else None, "threads", _OWN_KERNELS),
-    _Asked("--pin", lambda config: config.pin_threads, "threads", _OWN_KERNELS),
-)
 
 
 def load_engine(
@@ -127,7 +77,7 @@ def load_engine(
     config = from_dict(EngineConfig, options)
     factory: RunnerFactory = find_spec(target).find_runner()
     can = factory.capabilities(artifact)
-    _check_asked(artifact, target, config, can)
+    check_options(artifact, target, config, can)
     if "prefix_cache" not in can:
         config = dataclasses.replace(config, prefix_cache=False)
     check = artifact.verify_weights()
@@ -220,40 +170,6 @@ def _scheduler_config(
     )
 
 
-def _check_asked(artifact: Artifact, target: str, config: EngineConfig, can: frozenset[Capability]) -> None:
-    """Raise UnsupportedError for an option that the target's runner, alone or in ranks, does not support.
-
-    Raises ConfigError for options that do not go together.
-    """
-    spec = find_spec(target)
-    for asked in _ASKED:
-        if (value := asked.value(config)) and asked.needed not in can:
-            found = asked.option if value is True else f"{asked.option} {value}"
-            raise _refusal(artifact, target, found, asked.why_not)
-    check_together(config)
-    if spec.deterministic == "never" and config.deterministic:
-        raise _refusal(artifact, target, "--deterministic", "what it computes of a row may depend on what else runs")
-    if spec.deterministic == "on_request" and config.record is not None and not config.deterministic:
-        raise ConfigError(
-            f"--record on {spec.runs_on} needs --deterministic: without it the bits depend on what else ran,"
-            " and no replay can give the same"
-        )
-
-
-def _refusal(artifact: Artifact, target: str, found: str, why_not: str) -> UnsupportedError:
-    """Build the error for an option: what was found, what does not support it and why, and what to do."""
-    num_ranks = len(artifact.ranks)
-    if num_ranks > 1:
-        return UnsupportedError(
-            f"{found}: {artifact.path} runs in {num_ranks} ranks, which do not do this; leave it out,"
-            f" or compile the model for --target {DEFAULT_TARGET} without --tp, --pp and --ep"
-        )
-    return UnsupportedError(
-        f"{found}: {artifact.path} is for target {target}, which runs on {find_spec(target).runs_on}: {why_not};"
-        f" leave it out, or compile the model for --target {DEFAULT_TARGET}"
-    )
-
-
 def _groups(
     artifact: Artifact, target: str, config: EngineConfig, can: frozenset[Capability], chunked_prefill: bool
 ) -> tuple[CacheGroup, ...]:
@@ -263,7 +179,7 @@ def _groups(
         return groups
     groups = Eviction.parse(config.kv_evict).apply(groups, artifact.block_size)
     if Eviction.parse(config.kv_evict).chooses and "kv_evict_heavy_hitters" not in can:
-        raise _refusal(artifact, target, f"--kv-evict {config.kv_evict}", "it does not count attention")
+        raise refusal(artifact, target, f"--kv-evict {config.kv_evict}", "it does not count attention")
     if not chunked_prefill:
         raise ConfigError("kv_evict cuts prompts where something is forgotten; turn chunked prefill on")
     return groups
@@ -312,12 +228,7 @@ def _load_adapters(
                 " --adapter-rank N"
             )
         return None
-    if config.record is not None:
-        if wanted:
-            raise ConfigError(
-                f"--record does not go with --adapter {config.adapters[0]}: a recording names no files but the"
-                " artifact's; leave one of them out"
-            )
+    if config.record is not None:  # a recording names no files but the artifact's
         return None
     assert isinstance(runner, AdapterRunner), "it has the capability adapters"
     store = AdapterStore(runner, room, artifact.model.dtype)

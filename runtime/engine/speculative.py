@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -17,6 +17,7 @@ from inferc.kv_groups import CacheGroup, CacheLimits, cache_groups, shared_part
 from inferc.manifest import HEAD_IDS, Head
 from inferc.runtime.artifact.files import AGAIN
 from inferc.runtime.artifact.load import Artifact, load_artifact
+from inferc.runtime.engine.combinations import may_draft
 from inferc.runtime.runners.api import HeadRunner, Runner, RunnerFactory, RunnerRequest, TappingRunner
 from inferc.runtime.runners.nodes import Node, all_nodes
 from inferc.runtime.speculation.draft_model import ModelDrafter
@@ -33,35 +34,6 @@ from inferc.targets import find_spec
 log = logging.getLogger(__name__)
 
 MOST_BATCHED_TOKENS = 512  # tokens of a step of the draft model
-
-NOT_WITH: tuple[tuple[str, Callable[[EngineConfig], object], tuple[str, ...], str], ...] = (
-    (
-        "--kv-evict",
-        lambda config: config.kv_evict,
-        ("ngram", "draft", "eagle3"),
-        "a token that is not chosen cannot bring back what it evicted",
-    ),
-    (
-        "--tap",
-        lambda config: config.tap,
-        ("ngram", "draft", "eagle3"),
-        "the values of drafted tokens that are not chosen would be among those kept",
-    ),
-    (
-        "--kv-disk",
-        lambda config: config.kv_disk,
-        ("draft", "eagle3"),
-        "K and V of what drafts are not kept there",
-    ),
-)
-"""The options that speculation does not go with, the methods that this is so for, and why."""
-
-
-def check_together(config: EngineConfig) -> None:
-    """Raise ConfigError for an option that does not go with the speculation that is asked for."""
-    for option, value, methods, why in NOT_WITH:
-        if Speculate.parse(config.speculate).method in methods and value(config):
-            raise ConfigError(f"--speculate {config.speculate} does not go with {option}: {why}; leave one of them out")
 
 
 class DraftModel:
@@ -219,9 +191,7 @@ def make_speculation(
     vocab_size: of the model that is drafted for.
     """
     method, count = Speculate.parse(config.speculate).method, config.speculate_tokens
-    if method == "none" and (
-        not can_draft or any(value(config) for _, value, methods, _ in NOT_WITH if "ngram" in methods)
-    ):
+    if method == "none" and (not can_draft or not may_draft(config)):
         return None
     other: Drafter | None = None
     if method == "ngram":

@@ -266,16 +266,8 @@ class EngineConfig:
         Speculate.parse(self.speculate)
         if not 0 < self.speculate_tokens <= MOST_DRAFTED:
             raise ConfigError(f"speculate_tokens is {self.speculate_tokens}, expected 1 to {MOST_DRAFTED}")
-        if self.kv_disk is not None and not self.prefix_cache:
-            raise ConfigError(
-                "a KV cache on disk holds what the prefix cache finds, which is off; turn the one on or the other off"
-            )
         if self.tbt_ms is not None and not 0.0 < self.tbt_ms < math.inf:
             raise ConfigError(f"tbt_ms is {self.tbt_ms:g}, expected a number of milliseconds above 0")
-        if self.kv_events and not self.prefix_cache:
-            raise ConfigError(
-                "kv_events tell of the prefix cache, and prefix_cache is off; turn it on, or leave them out"
-            )
         if self.max_num_batched_tokens != "auto" and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}:"

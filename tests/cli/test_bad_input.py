@@ -270,7 +270,7 @@ def test_prompt_longer_than_the_model_allows(tiny_artifact: Path) -> None:
         ),
         (
             ("--kv-disk", "kv", "--no-prefix-cache"),
-            "a KV cache on disk holds what the prefix cache finds, which is off; turn the one on or the other off",
+            "--kv-disk kv does not go with --no-prefix-cache: a KV cache on disk holds what the prefix cache finds",
         ),
         (
             ("--kv-evict", "window:64"),

@@ -17,15 +17,12 @@ from speculated import FORMS, HOW, WITH_FORMS, Asked, always_draft, answer
 
 from inferc import SamplingParams
 from inferc.compiler.build import compile
-from inferc.config import CompileConfig, EngineConfig
-from inferc.errors import InfercError, UnsupportedError
+from inferc.config import CompileConfig
+from inferc.errors import InfercError
 from inferc.frontend.checkpoint.load import load
 from inferc.frontend.reference import reference_greedy, reference_model
-from inferc.runtime.artifact.load import load_artifact
-from inferc.runtime.engine import load as load_module
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.load import load_engine
-from inferc.runtime.runners.api import capabilities_of
 from inferc.runtime.speculation.forced import ForcedDrafter
 from inferc.runtime.speculation.head import HeadDrafter
 
@@ -358,15 +355,6 @@ def test_heads_that_do_not_fit_are_told(made: Made, heads: Callable[[str], tuple
         with pytest.raises(InfercError) as error:
             load_engine(model, num_threads=1, speculate=speculate)
         assert told in str(error.value) and "\n" not in str(error.value) and error.value.exit_code == 2
-
-
-def test_a_runner_that_shows_no_rows_refuses_heads(made: Made) -> None:
-    artifact = load_artifact(made.artifacts["cpu"])
-    can = capabilities_of(artifact)
-    check_asked = load_module._check_asked
-    check_asked(artifact, "cpu", EngineConfig(speculate="eagle3:x"), can)
-    with pytest.raises(UnsupportedError, match="--speculate eagle3:x: .* its steps show no rows to a head; leave it"):
-        check_asked(artifact, "cpu", EngineConfig(speculate="eagle3:x"), can - {"taps"})
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from fake_runner import FULL, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferc.config import EngineConfig
-from inferc.errors import ConfigError
 from inferc.kv_groups import CacheGroup, ChunkCacheGroup, WindowCacheGroup
 from inferc.runtime.engine.engine import Engine
 from inferc.runtime.engine.loop import EngineClient, EngineThread, Event
@@ -152,8 +150,6 @@ def test_other_media_are_told_beside_the_arena() -> None:
 def test_nothing_is_collected_unless_asked_for() -> None:
     engine = make_engine(prefix_cache=True)
     assert not engine.collects_kv_events and generate(engine, [1] * 9) == [] and engine.take_kv_events() is None
-    with pytest.raises(ConfigError, match="prefix_cache is off"):
-        EngineConfig(prefix_cache=False, kv_events=True)
 
 
 @dataclass(frozen=True)
