@@ -38,6 +38,7 @@ NOT_EMULATED = {
     "test_min_p",
     "test_top_k",
     "test_draws_are_distributed_as_the_softmax",
+    "test_draws_behind_drafts_are_distributed_as_the_softmax",
     "test_top_p_keeps_the_smallest_set_that_reaches_it",
     "test_top_p_of_equal_tokens_keeps_the_first_ones",
     "test_top_p_counts_within_what_top_k_left",

@@ -449,3 +449,41 @@ def test_slots_with_and_without_drafts_share_a_step(kernels: Kernels) -> None:
     found = sampler.rows(drafted_rows(rows_with(), [0, 1, 1, 1, 2]))
     assert found.token.tolist() == alone, "a row of greedy sampling depends on no other"
     assert sampler.last_ids[:3].tolist() == [alone[0], alone[2], alone[4]]
+
+
+def test_draws_behind_drafts_are_distributed_as_the_softmax(kernels: Kernels) -> None:
+    """Chi-squared over 100,000 draws from a chain of 8 tokens, with drafts of which a fourth are right."""
+    size, slots, drafted = 8, 50, 3
+    rng = np.random.default_rng(12)
+    table = (0.8 * rng.standard_normal((size, VOCAB))).astype(np.float32)  # the logits behind each token
+    table[:, size:] = -np.inf
+    last, counters = np.arange(slots) % size, np.zeros(slots, np.uint64)
+    row_slots = np.repeat(np.arange(slots, dtype=np.int32), 1 + drafted)
+    rows = replace(
+        many(rows_with(temperature=1.0), slots * (1 + drafted)),
+        seq_slots=row_slots,
+        seeds=1000 + row_slots.astype(np.uint64),
+    )
+    found, num_right = np.zeros((size, size), np.int64), 0
+    while found.sum() < 100_000:
+        inputs = np.empty((slots, 1 + drafted), np.int64)
+        inputs[:, 0] = last
+        for place in range(drafted):
+            likely = table[inputs[:, place], :size].argmax(1)
+            inputs[:, place + 1] = np.where(rng.random(slots) < 0.7, likely, rng.integers(0, size, slots))
+        rows.counters[:] = (counters[:, None] + np.arange(1 + drafted, dtype=np.uint64)).ravel()
+        sampler = Sampler(kernels, table[inputs.ravel()], inputs=inputs.ravel().tolist())
+        chosen = sampler.rows(rows).token.reshape(slots, 1 + drafted)
+        right = np.cumprod(chosen[:, :-1] == inputs[:, 1:], axis=1).sum(1)
+        for place in range(1 + drafted):
+            counts = right >= place
+            np.add.at(found, (inputs[counts, place], chosen[counts, place]), 1)
+        last = chosen[np.arange(slots), right]
+        assert sampler.last_ids[:slots].tolist() == last.tolist()
+        counters += (1 + right).astype(np.uint64)
+        num_right += int(right.sum())
+    assert 0.2 < num_right / found.sum() < 0.6
+    expected = np.stack([softmax(row) for row in table[:, :size]]) * found.sum(1, keepdims=True)
+    assert expected.min() > 5
+    statistic = float(((found - expected) ** 2 / expected).sum())
+    assert 27 < statistic < 96  # of 56 degrees of freedom, one in a thousand lies above 94, and one below 28
