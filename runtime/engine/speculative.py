@@ -190,12 +190,13 @@ def make_speculation(
     option speaks against it. draft: the draft model or the head, if one is asked for. num_blocks: of each of `groups`.
     vocab_size: of the model that is drafted for.
     """
-    method, count = Speculate.parse(config.speculate).method, config.speculate_tokens
+    wanted, count = Speculate.parse(config.speculate), config.speculate_tokens
+    method = wanted.method
     if method == "none" and (not can_draft or not may_draft(config)):
         return None
     other: Drafter | None = None
     if method == "ngram":
-        other = NgramDrafter(config.max_num_seqs, count)
+        other = NgramDrafter(config.max_num_seqs, count, wanted.is_shared)
     elif draft is not None:
         full = next(count for group, count in zip(groups, num_blocks, strict=True) if not group.frees_blocks)
         other = draft.open(full)

@@ -50,6 +50,9 @@ class Drafter(ABC):
     def hold_to(self, grammars: Grammars, batch: Batch) -> None:
         """Use the grammars that the engine's sequences are held to."""
 
+    def watch(self, batch: Batch) -> None:
+        """Look at the running sequences, before each step."""
+
     def may_draft(self, batch: Batch) -> bool:
         """Return whether anything can be drafted for any of the running sequences."""
         return True

@@ -53,6 +53,11 @@ class ForcedDrafter(Drafter):
         if self._other is not None:
             self._other.hold_to(grammars, batch)
 
+    def watch(self, batch: Batch) -> None:
+        """Let the other drafter look at the running sequences."""
+        if self._other is not None:
+            self._other.watch(batch)
+
     def may_draft(self, batch: Batch) -> bool:
         """Return whether any sequence is held to a grammar, or the other drafter may draft."""
         return self.is_any_held() or (self._other is not None and self._other.may_draft(batch))

@@ -1,108 +1,57 @@
 """The drafter that repeats: it finds where the last tokens of a sequence occurred before, and drafts what followed.
 
 It helps where answers quote: edits of code, summaries, tables, calls of tools. Source of the idea: Saxena 2023, "Prompt
-Lookup Decoding". Earlier places are found as in a compressor (Ziv and Lempel 1977): each pair of tokens is chained to
-the place where the same pair occurred before. That takes eight to sixteen bytes a token, where the states of a suffix
-automaton take hundreds; of the places on a chain the one is taken whose tokens before agree the longest.
+Lookup Decoding". If asked, it also looks into the answers of earlier requests whose prompts begin alike.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from itertools import pairwise
 
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import NOTHING, Drafter, Offer
+from inferc.runtime.speculation.pair_index import LONGEST, PairIndex
+from inferc.runtime.speculation.shared_texts import SharedTexts, key_of
 from inferc.runtime.step.plan import I32
 from inferc.runtime.step.sequence import Sequence as Seq
+from inferc.runtime.step.sequence import Status
 
-FIRST_BITS = 10  # of the hashes of a short sequence
-MOST_PLACES = 32  # earlier places that are compared, the latest first
-LONGEST = 16  # tokens that are compared at each
 INDEXED_AT_ONCE = 4096  # tokens of a prompt that are indexed between two steps, in about two milliseconds
 # The kinds of matches by their length in tokens, and the share of drafted tokens that the model is assumed to choose.
 KINDS = ((2, 0.35), (3, 0.5), (5, 0.7), (9, 0.85))
+OF_OTHERS = len(KINDS)  # is added to the kind of a match in another request's answer
 PROMISING = 5  # tokens of a match for which it is worth to wait after drafts of late were in vain
-
-
-class PairIndex:
-    """The places of all pairs of tokens of one growing sequence, chained by a hash of the pair.
-
-    num_tokens: how long it is now; it may get half as long again before all of it is indexed anew.
-    """
-
-    def __init__(self, num_tokens: int = 0) -> None:
-        self._bits = max(FIRST_BITS, (num_tokens * 3 // 2).bit_length())
-        self._last = array("i", [-1]) * (1 << self._bits)  # by hash, the last place of the second token of such a pair
-        self._before = array("i")  # by place, the place before it of the same hash; -1: none
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens that are indexed."""
-        return len(self._before)
-
-    def extend(self, tokens: I32, end: int) -> None:
-        """Index the tokens [num_tokens, end) of the sequence."""
-        start = len(self._before)
-        if start >= end:
-            return
-        if end > 1 << self._bits:  # chains stay short while there are as many hashes as tokens
-            while end > 1 << self._bits:
-                self._bits += 1
-            self._last, self._before, start = array("i", [-1]) * (1 << self._bits), array("i"), 0
-        ids = tokens[max(0, start - 1) : end].tolist()
-        last, before, shift = self._last, self._before, 32 - self._bits
-        if start == 0:
-            before.append(-1)
-            start = 1
-        for place, (first, second) in enumerate(pairwise(ids), start):
-            name = _hash(first, second, shift)
-            before.append(last[name])
-            last[name] = place
-
-    def longest_match(self, tokens: I32, end: int) -> tuple[int, int]:
-        """Return where the longest match of the tokens before `end` ends, and its length; (-1, 0) if there is none.
-
-        All tokens are indexed. Of matches of one length it is the latest. A match of LONGEST tokens is not looked at
-        further.
-        """
-        recent = tokens[max(0, end - LONGEST) : end].tolist()[::-1]
-        place, best, length = (self._before[end - 1] if end > 1 else -1), -1, 1
-        for _ in range(MOST_PLACES):
-            if place < 0:
-                break
-            # A longer match than the longest so far must agree where that one ends.
-            if place >= length and length < len(recent) and tokens[place - length] == recent[length]:
-                there = tokens[max(0, place + 1 - len(recent)) : place + 1].tolist()[::-1]
-                count = next((at for at, token in enumerate(there) if token != recent[at]), len(there))
-                if count > length:
-                    best, length = place, count
-                    if count == LONGEST:
-                        break
-            place = self._before[place]
-        return (best, length) if best >= 0 else (-1, 0)
-
-
-def _hash(first: int, second: int, shift: int) -> int:
-    """Return a hash of two tokens of 32 - shift bits. Source: Knuth, TAOCP volume 3, section 6.4."""
-    return ((first * 0x9E3779B1 ^ second * 0x85EBCA77) & 0xFFFFFFFF) >> shift
 
 
 class NgramDrafter(Drafter):
     """The drafter of what followed the last tokens where they occurred before, in the prompt or in the answer.
 
-    most: the most tokens that are drafted at once.
+    most: the most tokens that are drafted at once. is_shared: a longer match is looked for in the answers of earlier
+    requests, too.
     """
 
-    def __init__(self, num_slots: int, most: int) -> None:
+    def __init__(self, num_slots: int, most: int, is_shared: bool = False) -> None:
         self._most = most
         self._indices: list[tuple[Seq | None, PairIndex]] = [(None, PairIndex())] * num_slots
         self._places: dict[int, int] = {}  # by slot, where the match ends that was offered
+        self._others: dict[int, I32] = {}  # by slot, what was offered of another request's answer
+        self._shared = SharedTexts() if is_shared else None
+        self._running: list[Seq | None] = [None] * num_slots  # the sequences whose answers will be shared
+
+    def watch(self, batch: Batch) -> None:
+        """Keep the answers that have ended, if they are shared."""
+        if self._shared is None:
+            return
+        for slot, (seq, now) in enumerate(zip(self._running, batch.seqs, strict=True)):
+            if seq is not now:
+                if seq is not None and seq.status is Status.FINISHED:
+                    self._shared.add(seq)
+                self._running[slot] = now
 
     def offers(self, batch: Batch, slots: Sequence[int]) -> list[Offer]:
         """Return the continuation of the longest match of each sequence."""
         self._places.clear()
+        self._others.clear()
         for slot, (seq, _) in enumerate(self._indices):
             if seq is not None and batch.seqs[slot] is not seq:  # it ended
                 self._indices[slot] = None, PairIndex()
@@ -110,16 +59,24 @@ class NgramDrafter(Drafter):
 
     def _offer(self, batch: Batch, slot: int) -> Offer:
         place, length = self._match(batch, slot)
-        if length < KINDS[0][0]:
+        other = self._match_of_others(batch, slot, length)
+        if other is not None:
+            self._others[slot], length = other
+        elif length < KINDS[0][0]:
             return NOTHING
-        self._places[slot] = place
+        else:
+            self._places[slot] = place
         kind = sum(length >= least for least, _ in KINDS) - 1
-        return Offer(self._most, kind, KINDS[kind][1])
+        expected = KINDS[kind][1]
+        return Offer(self._most, kind, expected) if other is None else Offer(len(other[0]), kind + OF_OTHERS, expected)
 
     def draft(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """Return what followed each match; where it reaches the end of the sequence, it goes on from its beginning."""
         drafts = []
         for slot, count in zip(slots, counts, strict=True):
+            if (other := self._others.get(slot)) is not None:
+                drafts.append(other[:count].tolist())
+                continue
             start, end = self._places[slot] + 1, int(batch.num_known[slot])
             ids = batch.tokens[slot, start : min(end, start + count)].tolist()
             drafts.append((ids * -(-count // len(ids)))[:count])
@@ -127,7 +84,20 @@ class NgramDrafter(Drafter):
 
     def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
         """Return whether any sequence has a long match."""
-        return any(self._match(batch, slot)[1] >= PROMISING for slot in slots)
+        for slot in slots:
+            length = self._match(batch, slot)[1]
+            if length >= PROMISING or self._match_of_others(batch, slot, PROMISING - 1) is not None:
+                return True
+        return False
+
+    def _match_of_others(self, batch: Batch, slot: int, longer_than: int) -> tuple[I32, int] | None:
+        """Return what followed a longer match in an earlier request's answer, and its length."""
+        seq = batch.seqs[slot]
+        if self._shared is None or seq is None or longer_than >= LONGEST:
+            return None
+        end = int(batch.num_known[slot])
+        recent = batch.tokens[slot, max(0, end - LONGEST) : end].tolist()[::-1]
+        return self._shared.find(key_of(seq), recent, max(longer_than, KINDS[0][0] - 1), self._most)
 
     def _match(self, batch: Batch, slot: int) -> tuple[int, int]:
         seq, index = self._indices[slot]

@@ -106,7 +106,10 @@ class Speculation:
 
     def wants_ids(self, batch: Batch) -> bool:
         """Return whether the next step is to be scheduled when all tokens before it are known."""
-        if self.is_broken or not len(batch.order) or not self.drafter.may_draft(batch):
+        if self.is_broken or not len(batch.order):
+            return False
+        self.attempt(lambda: self.drafter.watch(batch))
+        if not self.drafter.may_draft(batch):
             return False
         if self._rest <= 0:
             return True

@@ -206,22 +206,27 @@ MOST_DRAFTED = 63  # tokens of a sequence in a step
 class Speculate:
     """The choice of what drafts tokens: nothing, what followed the last tokens before, a smaller model, or a head.
 
-    path: the artifact of the smaller model or of the head; empty for the other methods.
+    path: the artifact of the smaller model or of the head; empty for the other methods. is_shared: what followed is
+    looked for in the answers of earlier requests, too.
     """
 
     method: DraftMethod = "none"
     path: str = ""
+    is_shared: bool = False
 
     @staticmethod
     def parse(text: str) -> Speculate:
-        """Parse `none`, `ngram`, `draft:PATH` or `eagle3:PATH`. Raises ConfigError for anything else."""
+        """Parse `none`, `ngram`, `ngram:shared`, `draft:PATH` or `eagle3:PATH`; raise ConfigError for other texts."""
         method, _, path = text.partition(":")
         if method in ("draft", "eagle3") and path:
             return Speculate(method, path)  # type: ignore[arg-type]
         if text in ("none", "ngram"):
             return Speculate(text)  # type: ignore[arg-type]
-        why = f": {method} is not built yet" if method in ("mtp", "eagle", "medusa", "suffix") else ""
-        raise ConfigError(f"speculate is {text!r}{why}, expected none, ngram, draft:PATH or eagle3:PATH")
+        if text == "ngram:shared":
+            return Speculate("ngram", is_shared=True)
+        why = f": {method} is not built yet" if method in ("mtp", "eagle", "medusa") else ""
+        why = ": suffix decoding is ngram:shared here" if method == "suffix" else why
+        raise ConfigError(f"speculate is {text!r}{why}, expected none, ngram, ngram:shared, draft:PATH or eagle3:PATH")
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,7 @@ class EngineConfig:
     deterministic: bool = False  # compute equal bits in any batch; cpu always does, onnxruntime and TensorRT never
     pin_threads: bool = False  # pin each thread to a core of its own, for a machine on which nothing else runs
     kv_events: bool = False  # collect events of the blocks that the prefix cache stores and evicts
-    speculate: str = "none"  # what drafts tokens: "none", "ngram", "draft:PATH" or "eagle3:PATH", see Speculate
+    speculate: str = "none"  # what drafts tokens: see Speculate
     speculate_tokens: int = 15  # the most tokens that are drafted of a sequence in a step
     adapters: tuple[str, ...] = ()  # LoRA adapters to load at the start, each "NAME=PATH"
     structured_outputs_backend: GrammarBackend | Auto = "auto"  # holds answers to forms; auto: the first installed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,25 @@ def test_ngram_gives_the_same_answers(plain: LLM, ngram: LLM, how: str) -> None:
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
     assert [one.outputs[0].text for one in found] == [one.outputs[0].text for one in expected]
     assert ngram.stats().num_drafted > 0 and plain.stats().num_drafted == 0
+
+
+def test_an_answer_that_was_given_before_takes_few_steps(plain: LLM, tiny_artifact: Path) -> None:
+    """Tokens are drafted from those of earlier requests that begin alike, and no other's."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.0, seed=4)
+    prompt, steps = [*range(20, 70)], []
+    expected = plain.generate([prompt], params)[0].outputs[0].token_ids
+    with LLM(tiny_artifact, max_num_seqs=2, num_threads=1, speculate="ngram:shared", speculate_tokens=15) as llm:
+        always_draft(llm)
+        for asked in (
+            params,
+            params,
+            replace(params, cache_salt="other"),
+            replace(params, cache_salt="other"),
+        ):
+            before = llm.stats().num_steps
+            assert llm.generate([prompt], asked)[0].outputs[0].token_ids == expected
+            steps.append(llm.stats().num_steps - before)
+    assert min(steps[0], steps[2]) > 40 and max(steps[1], steps[3]) < 12, steps
 
 
 def test_an_answer_ends_at_its_stop_string_whatever_came_with_it(plain: LLM, ngram: LLM) -> None:
@@ -291,18 +311,20 @@ def test_the_memory_of_the_cache_is_shared_with_the_draft_model(tiny_artifact: P
     [
         (
             {"speculate": "medusa:x"},
-            "speculate is 'medusa:x': medusa is not built yet, expected none, ngram, draft",
+            "speculate is 'medusa:x': medusa is not built yet, expected none, ngram, ngram:shared",
         ),
-        ({"speculate": "fast"}, "speculate is 'fast', expected none, ngram, draft:PATH"),
-        ({"speculate": "draft:"}, "speculate is 'draft:', expected none, ngram, draft:PATH"),
-        ({"speculate": "eagle3"}, "speculate is 'eagle3', expected none, ngram, draft:PATH"),
+        ({"speculate": "fast"}, "speculate is 'fast', expected none, ngram, ngram:shared, draft:PATH"),
+        ({"speculate": "draft:"}, "speculate is 'draft:', expected none, ngram, ngram:shared, draft:PATH"),
+        ({"speculate": "eagle3"}, "speculate is 'eagle3', expected none, ngram, ngram:shared, draft:PATH"),
+        ({"speculate": "ngram:all"}, "speculate is 'ngram:all', expected none, ngram, ngram:shared"),
+        ({"speculate": "suffix"}, "speculate is 'suffix': suffix decoding is ngram:shared here, expected none"),
         (
             {"speculate": "draft:x", "kv_disk": "y"},
-            "does not go with --kv-disk: K and V of what drafts are not",
+            "does not go with --kv-disk y: K and V of what drafts are not",
         ),
         ({"speculate": "ngram", "speculate_tokens": 64}, "speculate_tokens is 64, expected 1 to 63"),
-        ({"speculate": "ngram", "kv_evict": "sinks:4+window:64"}, "does not go with --kv-evict: a token that is not"),
-        ({"speculate": "ngram", "tap": ("logits",)}, "--speculate ngram does not go with --tap: the values"),
+        ({"speculate": "ngram", "kv_evict": "sinks:4+window:64"}, "does not go with --kv-evict .*: a token that"),
+        ({"speculate": "ngram", "tap": ("logits",)}, "--speculate ngram does not go with --tap logits: the values"),
     ],
     ids=str,
 )

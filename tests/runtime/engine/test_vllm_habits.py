@@ -188,6 +188,7 @@ def test_options_by_their_name_in_vllm(tiny_artifact: Path) -> None:
         (None, {}),
         ({"method": "ngram"}, {"speculate": "ngram"}),
         ({"method": "ngram", "num_speculative_tokens": 4}, {"speculate": "ngram", "speculate_tokens": 4}),
+        ({"method": "suffix"}, {"speculate": "ngram:shared"}),
         ({"model": "out/small"}, {"speculate": "draft:out/small"}),
         ({"model": "out/small", "method": "draft_model"}, {"speculate": "draft:out/small"}),
         ({"model": "out/head", "method": "eagle3"}, {"speculate": "eagle3:out/head"}),
@@ -200,7 +201,7 @@ def test_its_speculation_is_ours(given: Any, found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"method": "eagle", "model": "x"}, "expected the method ngram, or eagle3 with its head, or the model that dr"),
+        ({"method": "eagle", "model": "x"}, "expected the method ngram or suffix, or eagle3 with its head, or the mo"),
         ("ngram", "expected the method ngram"),
         (
             {"method": "ngram", "prompt_lookup_max": 4},

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation import ngram
-from inferc.runtime.speculation.ngram import LONGEST, MOST_PLACES, NgramDrafter, PairIndex
+from inferc.runtime.speculation import ngram, pair_index
+from inferc.runtime.speculation.ngram import NgramDrafter
+from inferc.runtime.speculation.pair_index import LONGEST, MOST_PLACES, PairIndex
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Sequence
 
@@ -25,7 +26,7 @@ def longest(ids: list[int]) -> tuple[int, int]:
     """Return the latest of the longest matches, of two tokens at least, among the latest MOST_PLACES places."""
 
     def name(place: int) -> int:
-        return ngram._hash(ids[place - 1], ids[place], 32 - ngram.FIRST_BITS)
+        return pair_index._hash(ids[place - 1], ids[place], 32 - pair_index.FIRST_BITS)
 
     chain = [place for place in range(len(ids) - 2, 0, -1) if name(place) == name(len(ids) - 1)][:MOST_PLACES]
     places = [place for place in chain if ids[place - 1 : place + 1] == ids[-2:]]
