@@ -145,9 +145,10 @@ class KServeService:
         self._check_repository(request.repository_name)
         entries = [
             pb.RepositoryIndexResponse.ModelIndex(
-                name=entry.name, version=VERSION, state=STATES.get(entry.state, "UNAVAILABLE"), reason=_reason(entry)
+                name=name, version=VERSION, state=STATES.get(entry.state, "UNAVAILABLE"), reason=_reason(entry)
             )
             for entry in self.models.entries()
+            for name in (entry.name, *entry.adapters)  # an adapter answers under its own name
         ]
         return pb.RepositoryIndexResponse(
             models=[entry for entry in entries if entry.state == "READY" or not request.ready]

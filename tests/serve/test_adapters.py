@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from adapters import FOLDERS, adapter_options, write_adapter
 from http_calls import request
@@ -16,6 +17,7 @@ from serving import Server
 from inferc import LLM, SamplingParams
 from inferc.client import Client
 from inferc.errors import RequestError
+from inferc.serve.protos.inference import grpc_service_pb2 as pb
 
 COMPLETIONS = "/v1/completions"
 PROMPT = [5, 9, 17, 3]
@@ -59,6 +61,17 @@ def _ids(server: Server, model: str) -> list[int]:
     with Client(server.address, model=model) as client:
         (answer,) = client.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)
     return list(answer.token_ids)
+
+
+def test_the_open_inference_protocol_lists_adapters_among_its_models(serving: Server) -> None:
+    with grpc.insecure_channel(serving.address) as channel:
+        index = channel.unary_unary(
+            "/inference.GRPCInferenceService/RepositoryIndex",
+            pb.RepositoryIndexRequest.SerializeToString,
+            pb.RepositoryIndexResponse.FromString,
+        )
+        found = {entry.name: entry.state for entry in index(pb.RepositoryIndexRequest()).models}
+    assert found == {"base": "READY", "everything": "READY"}
 
 
 def test_a_request_names_an_adapter_as_its_model(serving: Server, expected: dict[str, list[int]]) -> None:
