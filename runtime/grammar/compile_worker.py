@@ -12,10 +12,13 @@ from inferc.errors import InfercError, RequestError
 from inferc.runtime.grammar.backend import open_backend
 from inferc.runtime.grammar.vocabulary import Vocabulary
 from inferc.runtime.step.structured_outputs import StructuredOutputs
+from inferc.system.stack import on_stack
 from inferc.system.worker import Answer, run_worker
 
 COMPILED, REFUSED, UNSUPPORTED = b"c", b"r", b"u"  # the first byte of an answer
 NICENESS = 5  # steps of other requests go first
+# A form that needs more stack ends this process, and is refused. The engine reads what is compiled on a larger one.
+STACK_BYTES = 16 << 20
 
 
 def begin(first: bytes) -> Answer:
@@ -26,7 +29,7 @@ def begin(first: bytes) -> Answer:
     def answer(question: bytes) -> bytes:
         try:
             wanted = msgspec.msgpack.decode(question, type=StructuredOutputs)
-            return COMPILED + open_backend(vocabulary, name).compile(wanted)
+            return COMPILED + on_stack(STACK_BYTES, lambda: open_backend(vocabulary, name).compile(wanted))
         except RequestError as error:
             return REFUSED + str(error).encode(errors="backslashreplace")
         except InfercError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,10 +14,11 @@ import msgspec
 from inferc.config import Auto, GrammarBackend
 from inferc.errors import RequestError, UnsupportedError
 from inferc.runtime.grammar.backend import Backend, CompiledGrammar, choose_backend, open_backend
-from inferc.runtime.grammar.compile_worker import COMPILED, REFUSED
+from inferc.runtime.grammar.compile_worker import COMPILED, NICENESS, REFUSED, STACK_BYTES
 from inferc.runtime.grammar.spelling import Spelling
 from inferc.runtime.grammar.vocabulary import Vocabulary
 from inferc.runtime.step.structured_outputs import StructuredOutputs
+from inferc.system.stack import on_stack
 from inferc.system.worker_process import WorkerEnded, WorkerLimits, WorkerProcess
 
 MODULE = "inferc.runtime.grammar.compile_worker"
@@ -77,13 +80,13 @@ class GrammarCompiler:
         try:
             answer = process.ask(msgspec.msgpack.encode(wanted))
         except WorkerEnded as error:
-            raise RequestError(f"it {error} to compile; make it smaller") from None
+            raise RequestError(f"compiling it {error}; make it smaller") from None
         finally:
             with self._lock:
                 self._idle.append(process)
         kind, rest = answer[:1], answer[1:]
         if kind == COMPILED:
-            return backend.load(rest)
+            return on_stack(2 * STACK_BYTES, lambda: _load(backend, rest))
         raise (RequestError if kind == REFUSED else UnsupportedError)(rest.decode())
 
     def _open(self) -> tuple[Backend, WorkerProcess]:
@@ -114,6 +117,14 @@ class GrammarCompiler:
                     break
                 del self._grammars[key]
                 excess -= size
+
+
+def _load(backend: Backend, data: bytes) -> CompiledGrammar:
+    """Return what was compiled, on this thread, which has no other work; steps go first here too."""
+    if sys.platform == "linux":  # elsewhere a thread has no niceness of its own
+        nice = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(nice, 19))
+    return backend.load(data)
 
 
 def _is_ready(grammar: Future[CompiledGrammar]) -> bool:

@@ -28,6 +28,7 @@ from inferc.runtime.step.plan import U32
 from inferc.runtime.step.structured_outputs import StructuredOutputs
 
 _WITHIN = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))  # bytes of characters behind the first
+PANIC = "panic:"
 TOKENS = "<["  # in a grammar that names tokens; within a name of JSON it costs drafts, and no more
 MAX_PLACE = 300  # characters of the library's message
 MOST_STATES = 50_000  # of the lexer of one answer, of 1 to 2 KB each
@@ -216,6 +217,8 @@ def _reason(message: str) -> str:
     """Return the library's message in one line, without the lines of the grammar that it shows."""
     if message.startswith("NoExtension"):
         return NO_ANSWER
+    if message.startswith(PANIC):  # a limit of its own, of which it says the place in its source
+        return "it is too large for llguidance; make it smaller"
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()] or ["it cannot be read"]
     place, quotes, said = lines[0].partition(": invalid regex ")
     if quotes:  # the expression itself, which is quoted, may be long

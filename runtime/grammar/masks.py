@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import thread_time
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from inferc.runtime.step.plan import I32, I64, U32, StepPlan
 log = logging.getLogger(__name__)
 
 CANNOT = "slot %d: its mask cannot be made"
+# Of this thread, for a row of a step. An ambiguous form can take longer with each token, and so hold up all sequences.
+MOST_SECONDS = 0.5
 ALL = np.uint32(0xFFFFFFFF)
 
 
@@ -135,10 +138,15 @@ class _StepMasks:
 
     def _reach(self, row: _Row, token_ids: list[int]) -> bool:
         """Go to the place of a row's last mask, fill those before, and return whether the last is to be filled."""
-        bits, constraint = self._owner.bits, row.constraint
+        bits, constraint, begun = self._owner.bits, row.constraint, thread_time()
         try:
             for count, at in enumerate(row.rows):
-                if not constraint.go_to(row.start, token_ids + row.drafted[:count]):
+                fits = constraint.go_to(row.start, token_ids + row.drafted[:count])
+                if thread_time() - begun > MOST_SECONDS:
+                    log.error("slot %d: its form takes more than %g s a step", row.slot, MOST_SECONDS)
+                    bits[row.rows] = 0
+                    break
+                if not fits:
                     log.error("slot %d: the grammar does not have the tokens that its own masks allowed", row.slot)
                     bits[at] = 0
                 elif constraint.matcher.is_ended:  # by a token that the host has not seen yet: the row does not count

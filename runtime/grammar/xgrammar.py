@@ -33,6 +33,8 @@ ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 NO_THREADS, NO_LIMIT = 1, -1
 PARTS_BYTES = 128 << 20  # of the parts of grammars that xgrammar keeps, since others may have them too
 TOKEN = "token"  # in the text of a structural tag that may name tokens
+# The second byte of what `compile` returns, which says of what the grammar is compiled.
+GRAMMAR, GRAMMAR_OF_TOKENS, TAG = b"g", b"t", b"s"
 MAX_PLACE = 300  # characters of the library's message
 LARK = "Lark error at "
 REWRITING = Rewriting(lambda schema, _: exact_schema(schema), tagged_arguments)
@@ -73,8 +75,10 @@ class Library:
             "from_ebnf",
             "from_structural_tag",
             "concat",
+            "serialize_json",
+            "deserialize_json",
         )
-        self.compiled = named("CompiledGrammar", "serialize_json", "deserialize_json", "memory_size_bytes")
+        self.compiled = named("CompiledGrammar", "memory_size_bytes")
         self.matcher = named(
             "GrammarMatcher",
             "accept_token",
@@ -121,12 +125,15 @@ class XGrammar:
         self._of_tokens = self._library.compiler(self._info, NO_THREADS, False, NO_LIMIT)
 
     def compile(self, wanted: StructuredOutputs) -> bytes:
-        """Compile a grammar, and return it as xgrammar writes it.
+        """Compile a grammar, and return of what `load` compiles it again.
 
-        Raises RequestError for a form that cannot be held to.
+        A compiled one could be written and read, but each of its rules would bring a copy of all automata: 100 MB for a
+        schema of 10 KB, which takes longer than to compile it, by far. Raises RequestError for a form that cannot be
+        held to.
         """
         try:
-            made = self._compile(wanted)
+            way, source = self._source(wanted)
+            made = self._made(way, source)
         except RuntimeError as error:
             raise RequestError(_reason(str(error))) from None
         except UnicodeDecodeError as error:  # what it says quotes a grammar byte by byte, and so half of a character
@@ -134,19 +141,26 @@ class XGrammar:
         except UnicodeEncodeError:  # JSON names halves of characters with escapes
             raise RequestError("it is not text: it has half of a surrogate pair") from None
         self._check_admits(made)
-        return (FORCES if is_forced_text_short(wanted) else FREE) + str(made.serialize_json()).encode()
+        return (FORCES if is_forced_text_short(wanted) else FREE) + way + source.encode()
 
-    def _compile(self, wanted: StructuredOutputs) -> Any:
+    def _source(self, wanted: StructuredOutputs) -> tuple[bytes, str]:
+        """Return of what the library compiles a form, and in which way."""
         if wanted.before is not None:
             before = self._library.grammar.from_structural_tag(
                 f'{{"type": "structural_tag", "format": {wanted.before}}}'
             )
             whole = self._library.grammar.concat([before, self._grammar(wanted)])
-            return self._of_tokens.compile_grammar_ebnf(whole)
+            return GRAMMAR_OF_TOKENS, str(whole.serialize_json())
         if wanted.kind == "structural_tag":
-            tag = self._tag(wanted)
-            return (self._of_tokens if TOKEN in tag else self._compiler).compile_structural_tag(tag)
-        return self._compiler.compile_grammar_ebnf(self._grammar(wanted))
+            return TAG, self._tag(wanted)
+        return GRAMMAR, str(self._grammar(wanted).serialize_json())
+
+    def _made(self, way: bytes, source: str) -> Any:
+        """Return the compiled grammar of what `_source` returned."""
+        if way == TAG:
+            return (self._of_tokens if TOKEN in source else self._compiler).compile_structural_tag(source)
+        compiler = self._of_tokens if way == GRAMMAR_OF_TOKENS else self._compiler
+        return compiler.compile_grammar_ebnf(self._library.grammar.deserialize_json(source))
 
     def _grammar(self, wanted: StructuredOutputs) -> Any:
         source, grammar = wanted.source, self._library.grammar
@@ -183,9 +197,8 @@ class XGrammar:
             raise RequestError(NO_ANSWER)
 
     def load(self, data: bytes) -> Grammar:
-        """Return the grammar that `compile` returned."""
-        made = self._library.compiled.deserialize_json(data[1:].decode(), self._info)
-        return Grammar(self._library, made, data[:1] == FORCES)
+        """Return the grammar that `compile` compiled."""
+        return Grammar(self._library, self._made(data[1:2], data[2:].decode()), data[:1] == FORCES)
 
 
 class Grammar:

@@ -72,6 +72,7 @@ class Case:
 
     unbuilt: by type, the place and the words of what its values cannot be held to.
     left_out: of such a case that is left out if any other admits something.
+    contained: the schemas that `contains` names, which rule nothing out: unevaluatedItems leaves out items that hold.
     places: of the keywords that refusals name: of "properties 3" (at least three), "integer" (a type that is ruled
     out), "number" (one that is asked for).
     """
@@ -88,6 +89,7 @@ class Case:
     properties: tuple[int, int | None] = (0, None)
     layers: list[Layer] = field(default_factory=list)
     contains: list[tuple[Atom, int, str]] = field(default_factory=list)
+    contained: list[tuple[Chain, Atom]] = field(default_factory=list)
     unique: str = ""
     required: dict[str, None] = field(default_factory=dict)
     forbidden: set[str] = field(default_factory=set)

@@ -71,6 +71,10 @@ class Document:
         dialect = raw.get("$schema") if isinstance(raw, dict) else None
         # Up to draft 7 nothing beside $ref is read. All but $id is here, which only admits less.
         self.is_old = isinstance(dialect, str) and any(f"draft-0{each}" in dialect for each in (3, 4, 6, 7))
+        # Before 2020-12 an item that `contains` matches is evaluated by nothing.
+        self.evaluates_contained = not (isinstance(dialect, str) and "2019-09" in dialect)
+        self.alternatives: dict[int, list[int]] = {}  # by the number of `any_of`
+        self._any_of: dict[tuple[int, ...], int] = {}
         self._register(raw)
         self.true = len(self.schemas)
         self.schemas.append(Schema(True, "#", ""))
@@ -78,6 +82,15 @@ class Document:
     def number(self, place: str) -> int:
         """Return the number of the schema at a place."""
         return self.by_place[place]
+
+    def any_of(self, numbers: list[int]) -> int:
+        """Return the number of a schema of the document's own that holds where any of some others does."""
+        key = tuple(dict.fromkeys(numbers))
+        if key not in self._any_of:
+            self._any_of[key] = len(self.schemas)
+            self.alternatives[len(self.schemas)] = list(key)
+            self.schemas.append(Schema({}, self.schemas[key[0]].place, ""))
+        return self._any_of[key]
 
     def target(self, number: int, keyword: str) -> int:
         """Return the number of the schema that a reference points at."""

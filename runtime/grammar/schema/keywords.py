@@ -27,6 +27,9 @@ LEAVE_OUT = "is not built; leave it out, or name what is allowed with enum"
 def parts_of(reader: Reader, atom: Atom) -> Parts:
     """Return what a schema, or its negation, says."""
     schema = reader.document.schemas[atom.schema]
+    if (numbers := reader.document.alternatives.get(atom.schema)) is not None:
+        atoms = [Atom(number, atom.holds) for number in numbers]
+        return Parts(choices=[(schema.place, [[each] for each in atoms])]) if atom.holds else Parts([*atoms])
     if isinstance(schema.raw, bool):
         words = f"{schema.place} is false" if atom.holds else f"not {schema.place}, which is true"
         return Parts() if schema.raw == atom.holds else Parts([_nothing(words)])
@@ -159,9 +162,12 @@ class _Holds:
             self.parts.steps.append(_do(lambda case: setattr(case, "unique", unique)))
         if "contains" in self.raw:
             least = self.words.count("minContains") if "minContains" in self.raw else 1
-            contained = (self.inner("contains"), least, step(self.place, "contains"))
+            atom = self.inner("contains")
+            needed = (atom, least, step(self.place, "contains"))
             if least:
-                self.parts.steps.append(_do(lambda case: case.contains.append(contained)))
+                self.parts.steps.append(_do(lambda case: case.contains.append(needed)))
+            if self.reader.document.evaluates_contained:
+                self.parts.steps.append(lambda case, chain: case.contained.append((chain, atom)))
             if "maxContains" in self.raw:
                 place = step(self.place, "maxContains")
                 self.parts.steps.append(_unbuilt(place, f'"maxContains" {LEAVE_OUT}', "array"))
@@ -222,18 +228,21 @@ class _Holds:
 
     def evaluated(self, case: Case) -> list[Layer]:
         """Return the layers of what stands in this schema's place, without those within a negation."""
-        return [
-            layer
-            for layer in case.layers
-            if self.atom in layer.chain and all(atom.holds for atom in layer.chain[layer.chain.index(self.atom) :])
-        ]
+        return [layer for layer in case.layers if self.is_in_place(layer.chain)]
+
+    def is_in_place(self, chain: Chain) -> bool:
+        """Return whether what a chain leads to stands in this schema's place, and not within a negation."""
+        return self.atom in chain and all(atom.holds for atom in chain[chain.index(self.atom) :])
 
     def unevaluated_items(self, case: Case, chain: Chain) -> None:
         layers = self.evaluated(case)
         if not any(layer.rest for layer in layers):
             known = max((len(layer.prefix) for layer in layers), default=0)
             prefix = [Atom(self.reader.document.true)] * known
-            case.layers.append(Layer(chain, prefix=prefix, rest=self.inner("unevaluatedItems")))
+            numbers = [self.inner("unevaluatedItems").schema]
+            numbers += [atom.schema for inner, atom in case.contained if self.is_in_place(inner)]
+            number = numbers[0] if len(numbers) == 1 else self.reader.document.any_of(numbers)
+            case.layers.append(Layer(chain, prefix=prefix, rest=Atom(number)))
 
     def unevaluated_properties(self, case: Case, chain: Chain) -> None:
         layers = self.evaluated(case)

@@ -19,7 +19,7 @@ from inferc.runtime.grammar.schema.values import TYPES, distinct
 
 MOST_PATTERNS = 4
 MOST_PLACES = 8  # at the begin of a list, for each of which `contains` makes a case
-MOST_LISTS = 100
+MOST_LISTS = 400
 MOST_EXCLUDED = 2_000  # characters of the names that others must differ from
 
 
@@ -86,7 +86,7 @@ def node_of(reader: Reader, key: Key, spell: Callable[[Term], str]) -> Node:
 
 def is_free(case: Case) -> bool:
     """Return whether a case admits every value."""
-    return case == Case(reason=case.reason, places=case.places)
+    return case == Case(reason=case.reason, places=case.places, contained=case.contained)
 
 
 class _Shaper:
@@ -96,7 +96,9 @@ class _Shaper:
     def shapes(self) -> list[Shape]:
         case = self.case
         if case.values is not None:
-            found = [value for value in case.values if self.reader.admits_case(case, value)]
+            others = case.copy()
+            others.values = None  # each is one of them, which would be looked for among all
+            found = [value for value in case.values if self.reader.admits_case(others, value)]
             if not found:
                 words = (
                     f"none of {len(case.values)} values holds"

@@ -18,8 +18,13 @@ from inferc.runtime.grammar.vocabulary import Vocabulary
 from inferc.system.worker_process import WorkerLimits
 
 VOCABULARY = Vocabulary((*(bytes([byte]) for byte in range(256)), b""), (256,))
-# Seconds, on a fast machine.
-SLOW = StructuredOutputs(grammar="root ::= " + " | ".join(f'"v{number}"' for number in range(20_000)))
+
+
+def words(count: int) -> StructuredOutputs:
+    return StructuredOutputs(grammar="root ::= " + " | ".join(f'"v{number}"' for number in range(count)))
+
+
+SLOW = words(20_000)  # seconds, on a fast machine
 
 
 def make(seconds: float = 20.0) -> GrammarCompiler:
@@ -77,7 +82,7 @@ def test_one_that_takes_too_long_costs_its_process_alone() -> None:
     try:
         assert compiler.compile(StructuredOutputs(regex="a")).result(60)
         slow = compiler.compile(SLOW)
-        with pytest.raises(RequestError, match=r"it takes more than 0.8 s to compile; make it smaller"):
+        with pytest.raises(RequestError, match=r"compiling it takes more than 0.8 s; make it smaller"):
             slow.result(60)
         assert compiler.compile(StructuredOutputs(regex="b")).result(60)
     finally:
@@ -85,8 +90,19 @@ def test_one_that_takes_too_long_costs_its_process_alone() -> None:
     assert all(process.pid is None for process in compiler._processes)
 
 
+def test_one_that_takes_too_much_stack_costs_its_process_alone() -> None:
+    rules = [f'r{each}:"a" r{each + 1}|"b"' for each in range(12_000)]  # each is compiled within the one before
+    made = GrammarCompiler(lambda: VOCABULARY, "llguidance", WorkerLimits(20.0, 2 << 30))
+    try:
+        with pytest.raises(RequestError, match=r"compiling it failed: its process ended with SIGSEGV; make it smaller"):
+            made.compile(StructuredOutputs(grammar="\n".join(["start: r0", *rules, 'r12000:"c"']))).result(60)
+        assert made.compile(StructuredOutputs(regex="b")).result(60)
+    finally:
+        made.close()
+
+
 def test_a_slow_one_holds_up_no_other(compiler: GrammarCompiler) -> None:
-    slow, quick = compiler.compile(SLOW), compiler.compile(StructuredOutputs(regex="a"))
+    slow, quick = compiler.compile(words(2_000)), compiler.compile(StructuredOutputs(regex="a"))
     assert quick.result(60) and slow.result(60)
     assert len(compiler._processes) == 2
 

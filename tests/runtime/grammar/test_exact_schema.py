@@ -48,6 +48,26 @@ EXACT: list[tuple[Any, list[str], list[str]]] = [
     ({"type": ["integer", "null"], "not": {"type": "null"}}, ["2"], ["null"]),
     ({"type": "array", "prefixItems": [{"type": "null"}], "items": False}, ["[]", "[null]"], ["[null, 1]"]),
     ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, ["[]", "[2, 1]"], ["[1, 1]"]),
+    (
+        {"type": "array", "items": {"enum": ["a", "b", "c", "d", "e"]}, "uniqueItems": True},
+        ["[]", '["e","a","c"]', '["b","a","e","d","c"]'],
+        ['["a","b","a"]', '["b","b"]'],
+    ),
+    (
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "maxItems": 1},
+        ["[]", '["x"]'],
+        ['["x","y"]'],
+    ),
+    (
+        {"prefixItems": [True], "contains": {"type": "null"}, "unevaluatedItems": False},
+        ["[1,null]", "[null]"],
+        ["[1,2]"],
+    ),
+    (
+        {"contains": {"type": "null"}, "minContains": 0, "unevaluatedItems": {"const": 1}},
+        ["[]", "[1]", "[null,1,null]"],
+        ["[2]", "[null,2]"],
+    ),
     ({"type": "array", "contains": {"const": 1}, "maxItems": 2}, ["[1]", "[2, 1]"], ["[]", "[2]"]),
     ({"contains": {"const": 1}, "minContains": 2, "maxItems": 3}, ["[1,1]", "[0,1,1]", "[1,0,1]"], ["[1]", "[0,0,1]"]),
     ({"contains": {"const": 1}}, ["[1]", "[0,0,0,0,0,0,0,1]", "[1,2,3]"], ["[]", "[0,2]"]),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from inferc.runtime.grammar import masks as masks_module
 from inferc.runtime.grammar.masks import ALL, Constraint, MaskMaker
 from inferc.runtime.step.plan import I32, U32, SampleRows, StepPlan
 
@@ -23,8 +24,11 @@ class Counting:
     is_ended: bool = False
     rollbacks: list[int] = field(default_factory=list)
     fails: bool = False
+    seconds: float = 0.0  # that a token takes
+    clock: list[float] = field(default_factory=lambda: [0.0])
 
     def accept(self, token_id: int) -> bool:
+        self.clock[0] += self.seconds
         if self.is_ended or token_id not in (self.length, END):
             return False
         self.is_ended = token_id == END
@@ -162,6 +166,19 @@ def test_what_fails_fails_alone(what: str, caplog: pytest.LogCaptureFixture) -> 
     else:
         assert steps.masks(steps.plan(0, 0)) == [[], [0, END]]
         assert "slot 0: its mask cannot be made" in caplog.text
+    steps.maker.close()
+
+
+def test_a_form_that_takes_too_long_fails_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, quick = Counting(seconds=0.6), Counting(seconds=0.4)
+    quick.clock = slow.clock
+    monkeypatch.setattr(masks_module, "thread_time", lambda: slow.clock[0])
+    steps = Steps(slow, quick)
+    assert steps.masks(steps.plan(0, 0)) == [[0, END], [0, END]]
+    assert steps.masks(steps.plan(1, 1), 0, 0) == [[], [1, END]]
+    assert "slot 0: its form takes more than 0.5 s a step" in caplog.text and "slot 1" not in caplog.text
     steps.maker.close()
 
 
