@@ -34,7 +34,7 @@ SHARED = frozenset(
 ROOMS: dict[str, set[str]] = {
     "shared": {"system"},
     "system": {"errors"},
-    "chat": set(),
+    "chat": {"errors"},
     "ir": {"shared", "system"},
     "cost": {"shared", "system", "ir"},
     "frontend": {"shared", "system", "chat", "ir", "cost"},
@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "passes": {"shared", "system", "ir", "cost", "codegen"},
     "runtime": {"shared", "system", "chat", "ir", "cost", "codegen"},
     "backends": {"shared", "system", "ir", "passes", "codegen", "runtime"},
-    "compiler": {"shared", "system", "ir", "cost", "frontend", "passes", "codegen", "backends", "runtime"},
+    "compiler": {"shared", "system", "chat", "ir", "cost", "frontend", "passes", "codegen", "backends", "runtime"},
     "serve": {"shared", "system", "chat", "cost", "runtime"},
     "client": {"shared", "system", "chat", "runtime", "serve"},
     "bench": {"shared", "system", "cost", "runtime", "client"},

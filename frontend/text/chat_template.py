@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, TypeAlias
 
 from jinja2 import TemplateSyntaxError
 
 from inferc.chat.calls import CallForm, find_call_form
+from inferc.chat.channels import find_channel_calls
 from inferc.chat.form import ChatForm, Message, Render, find_form
-from inferc.chat.reasoning import find_reasoning_form
-from inferc.errors import ConfigError
-from inferc.frontend.text.named_forms import named_call_form, named_reasoning_form
+from inferc.chat.named_forms import calls_by, check_forms, reasoning_by
+from inferc.chat.reasoning import ReasoningForm, find_reasoning_form
 
 log = logging.getLogger(__name__)
 
@@ -113,15 +112,7 @@ def golden_chat(
         return _render(tokenizer, template, messages, goes_on, tools)
 
     form = find_form(render)
-    found = None if form is None else find_call_form(render, form)
-    calls = found if tool_format is None else _named_calls(tool_format, form, name)
-
-    def render_with(messages: Sequence[Message], goes_on: bool, variables: Mapping[str, Any]) -> str:
-        return _render(tokenizer, template, messages, goes_on, None, variables)
-
-    controls = [each.content for each in tokenizer.added_tokens_decoder.values() if each.special]
-    thoughts = None if form is None else find_reasoning_form(render_with, form, template, controls)
-    reasoning = thoughts if reasoning_format is None else named_reasoning_form(reasoning_format)
+    calls, reasoning = _forms(tokenizer, template, form, name, tool_format, reasoning_format)
     vectors = _golden_vectors(tokenizer, render, form, name) if form is not None else []
     bos = tokenizer.bos_token_id
     plain = [int(token) for token in tokenizer("a")["input_ids"]]
@@ -136,7 +127,7 @@ def golden_chat(
             turn_end,
         )
     return {
-        "form": None if form is None else asdict(form),
+        "form": None if form is None else form.to_json(),
         "calls": None if calls is None else calls.to_json(),
         **({} if reasoning is None else {"reasoning": reasoning.to_json()}),
         "depends_on_time": "strftime_now" in template,
@@ -150,15 +141,31 @@ def golden_chat(
     }
 
 
-def _named_calls(tool_format: str, form: ChatForm | None, name: str) -> CallForm:
-    """Return the form of calls with a name, for a template that writes the tools."""
-    found = named_call_form(tool_format)
-    if form is None or not form.tools:
-        raise ConfigError(
-            f"--tool-format {tool_format}: the chat template of {name} writes no list of tools, so the model would not"
-            " see them; leave it out, or give the checkpoint a template that does"
-        )
-    return found
+def _forms(
+    tokenizer: Any,
+    template: str,
+    form: ChatForm | None,
+    name: str,
+    tool_format: str | None,
+    reasoning_format: str | None,
+) -> tuple[CallForm | None, ReasoningForm | None]:
+    """Return the forms of calls and reasoning: those with these names, or else those that the template writes."""
+
+    def render(messages: Sequence[Message], goes_on: bool, tools: Sequence[Message] | None) -> str:
+        return _render(tokenizer, template, messages, goes_on, tools)
+
+    def render_with(messages: Sequence[Message], goes_on: bool, variables: Mapping[str, Any]) -> str:
+        return _render(tokenizer, template, messages, goes_on, None, variables)
+
+    controls = [each.content for each in tokenizer.added_tokens_decoder.values() if each.special]
+    found = None if form is None else find_call_form(render, form)
+    thoughts = None if form is None else find_reasoning_form(render_with, form, template, controls)
+    reasoning = reasoning_by(tool_format, reasoning_format, thoughts)
+    if form is not None and reasoning is not None and reasoning.channels is not None:
+        found = find_channel_calls(render, form, reasoning.channels)
+    calls = found if tool_format is None else calls_by(tool_format, form, name)
+    check_forms(calls, reasoning, controls, name)
+    return calls, reasoning
 
 
 def _golden_vectors(tokenizer: Any, render: Render, form: ChatForm, name: str) -> list[dict[str, Any]]:

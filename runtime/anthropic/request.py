@@ -22,7 +22,8 @@ from inferc.runtime.openai.request import (
 from inferc.runtime.openai.response_format import of_format
 from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.sampling_params import check_integer
-from inferc.runtime.tools.tools import Choice, Tools, checked_functions, named
+from inferc.runtime.tools.choices import Choice, named
+from inferc.runtime.tools.tools import Tools, checked_functions
 
 MESSAGES_URL, COUNT_URL = "/v1/messages", "/v1/messages/count_tokens"
 THINKING = ("enabled", "adaptive", "disabled")

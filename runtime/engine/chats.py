@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from inferc.errors import RequestError, shown
@@ -34,6 +35,7 @@ class Chats:
 
     They are held to tools only if a choice, or a single call, is asked for. If `separates`, their texts are what comes
     behind the reasoning, where a form begins; otherwise the texts have it, and a form begins with the first token.
+    Answers in channels are read in any case, as their reasoning and text are messages apart.
     """
 
     def __init__(
@@ -53,14 +55,17 @@ class Chats:
         """
         if type(separates) is not bool:
             raise RequestError(f"separate_reasoning: expected True or False, found {shown(separates)}")
+        form = text.reasoning_form
+        in_channels = form is not None and form.channels is not None
         if max_reasoning_tokens is not None:
             check_integer("max_reasoning_tokens", max_reasoning_tokens, 0, 2**31 - 1, "leave it out for no limit")
-            if not separates:
+            if not separates and not in_channels:
                 raise RequestError(
                     f"max_reasoning_tokens is {max_reasoning_tokens}, which holds for separate reasoning alone; set"
                     " separate_reasoning=True"
                 )
-        self._text, self._given, self._separates, self._limit = text, tools, separates, max_reasoning_tokens
+        self._text, self._given, self._limit = text, tools, max_reasoning_tokens
+        self._separates = separates or in_channels
         body = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": is_parallel}
         self._tools = None if choice is None and is_parallel else tools_of(body)
         self._asked: list[tuple[SamplingParams, Reasoning | None]] = []  # for each conversation
@@ -74,7 +79,8 @@ class Chats:
         """Return the parameters and the marks of the answer to the next conversation, given as its token ids."""
         params = held(params, self._tools, lambda: self._text)[0]
         if self._separates:
-            reasoning, params = reasoning_of(self._text, prompt, params, self._limit)
+            called = None if self._calls is None else self._calls.begun
+            reasoning, params = reasoning_of(self._text, prompt, params, self._limit, called)
         else:
             form = self._text.reasoning_form if params.structured_outputs is None else None
             reasoning = None if form is None else Reasoning.after(self._text, form, prompt)
@@ -83,7 +89,7 @@ class Chats:
 
     def read(self, answers: list[RequestOutput]) -> list[RequestOutput]:
         """Return answers whose outputs have their reasoning and their calls; a call that was cut is none."""
-        calls = self._calls() if self._given else None
+        calls = self._calls
         for answer, (params, reasoning) in zip(answers, self._asked, strict=True):
             for output in answer.outputs:
                 said = output.text if reasoning is None else self._said(output, params, reasoning)
@@ -100,7 +106,8 @@ class Chats:
         told = reasoning.told(text, output.token_ids, output.finish_reason)
         output.reasoning = told.reasoning
         if self._separates:
-            output.text = output.new_text = told.text
+            text = told.text if self._calls is None else self._calls.shown(told.text)
+            output.text = output.new_text = text
         return told.text
 
     def _marked(
@@ -112,8 +119,11 @@ class Chats:
         text = _marked(self._text, output, params, {**calls.marks, **reasoning.marks})
         return reasoning.told(text, output.token_ids, output.finish_reason).text
 
+    @cached_property
     def _calls(self) -> AnswerCalls | None:
-        """Return the calls that answers may have; None if their form is not known."""
+        """The calls that answers may have; None without tools, and if their form is not known."""
+        if not self._given:
+            return None
         functions = [tool.get("function") for tool in self._given or () if isinstance(tool, Mapping)]
         named = {each.get("name", ""): each for each in functions if isinstance(each, Mapping)}
         try:

@@ -98,7 +98,6 @@ ENGINE: dict[str, Asks] = {
     **_all("enable_lora", (False,), ADAPTERS),
     **_all("lora_modules max_loras max_lora_rank max_cpu_loras", (), ADAPTERS),
     **_all("speculative_model num_speculative_tokens", (), DRAFTS),
-    **_all("reasoning_parser", ("",), "is not built yet: an answer's thoughts are part of its text; leave it out"),
     **_all("logits_processors", ([],), "belongs to a request: SamplingParams(logits_processors=[…])"),
     **_all("compilation_config attention_backend attention_config optimization_level", (), NO_OPTION % COMPILES),
     **_all("max_seq_len_to_capture cuda_graph_sizes", (), NO_OPTION % COMPILES),
@@ -130,6 +129,10 @@ CALL: dict[str, Asks] = {
 }
 
 
+# vLLM's options that name forms of reasoning and calls, of which an empty one asks for nothing.
+OF_FORMS = {"reasoning_parser": "reasoning_format", "tool_call_parser": "tool_format"}
+
+
 def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of an engine without those of vLLM's that ask for nothing, under our names.
 
@@ -139,6 +142,8 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name in RENAMED:
             found[RENAMED[name]] = value
+        elif name in OF_FORMS:
+            found[OF_FORMS[name]] = value or None
         elif name == "speculative_config":
             found.update(_speculate(value))
         elif name in ("structured_outputs_config", "guided_decoding_backend", "structured_outputs_backend"):

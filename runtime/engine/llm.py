@@ -43,6 +43,7 @@ from inferc.runtime.step.sampling_params import (
 )
 from inferc.runtime.step.sequence import Output
 from inferc.runtime.text.hf_tokenizer import HfTokenizer
+from inferc.runtime.text.named_forms import with_forms
 from inferc.runtime.text.tokenizer import Text
 
 Messages: TypeAlias = Sequence[dict[str, Any]]
@@ -63,7 +64,7 @@ class LLM:
         in_text = str(options.pop("special_tokens_in_text", "allow"))
         target = options.get("target")
         artifact = load_artifact(artifact_of(model, target), target=target, trusted_keys=options.get("trusted_keys"))
-        files = artifact.tokenizer
+        files = with_forms(artifact.tokenizer, options.get("tool_format"), options.get("reasoning_format"))
         self._text = Text(files, in_text) if files.has_tokenizer else None
         self._defaults, self._model = dict(model_defaults(artifact)), model_limits(artifact)
         self._client = EngineThread(lambda: load_engine(artifact, **options))

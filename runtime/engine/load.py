@@ -39,6 +39,7 @@ from inferc.runtime.runners.api import (
 from inferc.runtime.runners.nodes import Node, choose_nodes
 from inferc.runtime.scheduler.config import SchedulerConfig
 from inferc.runtime.step.generation_defaults import generation_defaults, without_text
+from inferc.runtime.text.named_forms import with_forms
 from inferc.targets import find_spec
 from inferc.version import __version__
 
@@ -194,7 +195,8 @@ def _make_grammars(artifact: Artifact, config: EngineConfig) -> Grammars | None:
     def vocabulary() -> Vocabulary:
         from inferc.runtime.text.tokenizer import Text  # an engine loads no tokenizer before it needs one
 
-        return Vocabulary.of(Text(artifact.tokenizer), artifact.vocab_size, ends)
+        files = with_forms(artifact.tokenizer, config.tool_format, config.reasoning_format)
+        return Vocabulary.of(Text(files), artifact.vocab_size, ends)
 
     choice = config.structured_outputs_backend
     if choice != "auto":

@@ -109,12 +109,14 @@ class LocalBackend:
             request = job.request = as_the_model_can(job.request, text)
             params, calls = held(params, request.tools, lambda: text)
             ids = text.encode_chat(prompt, **request.template)  # type: ignore[arg-type]
-            reasoning, params = reasoning_of(text, ids, params, request.max_reasoning_tokens)
+            called = None if calls is None else calls.begun
+            reasoning, params = reasoning_of(text, ids, params, request.max_reasoning_tokens, called)
         if self._adapter:
             params = changed(params, adapter=self._adapter)
         marks = {} if calls is None else dict(calls.marks)
-        if reasoning is not None and job.request.reasoning != "in_text":
-            marks |= reasoning.marks
+        if reasoning is not None:
+            reasoning = replace(reasoning, is_within=job.request.reasoning == "in_text")
+            marks |= reasoning.marks if reasoning.is_read else {}
 
         def done(result: RequestOutput | InfercError) -> None:
             self._results.put((ticket, reasoning, result))
@@ -141,7 +143,7 @@ def _answer(result: RequestOutput | InfercError, reasoning: Reasoning | None, sh
         return Answer(*counts, result.outputs, prompt_rows=rows)
     told = [reasoning.told(each.text, each.token_ids, each.finish_reason) for each in result.outputs]
     outputs = result.outputs
-    if shown != "in_text":
+    if reasoning.is_read:
         outputs = [replace(output, text=each.text) for output, each in zip(outputs, told, strict=True)]
     thoughts = [each.reasoning for each in told] if shown == "apart" else []
     return Answer(*counts, outputs, thoughts, sum(each.num_tokens for each in told), rows)

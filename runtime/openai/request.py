@@ -23,7 +23,7 @@ from inferc.runtime.openai.response_format import form_of
 from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.not_built import MIROSTAT
 from inferc.runtime.step.sampling_params import SamplingParams, from_chat, from_request
-from inferc.runtime.tools.tools import Tools, check_one_form, tools_of
+from inferc.runtime.tools.tools import Tools, tools_of
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
@@ -349,13 +349,9 @@ def _chat(
 
 
 def with_tools(request: OpenAIRequest, tools: Tools | None) -> OpenAIRequest:
-    """Return the request with the tools that it offers, if any, which its chat template reads.
-
-    Raises RequestError as check_one_form does.
-    """
+    """Return the request with the tools that it offers, if any, which its chat template reads."""
     if tools is None:
         return request
-    check_one_form(tools, request.params)
     return replace(request, tools=tools, template={**request.template, "tools": tools.for_template})
 
 

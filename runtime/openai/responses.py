@@ -30,7 +30,8 @@ from inferc.runtime.openai.response_input import input_messages
 from inferc.runtime.openai.response_items import State
 from inferc.runtime.openai.unknown_fields import warnings_of
 from inferc.runtime.step.sampling_params import check_integer, check_num_top, check_text
-from inferc.runtime.tools.tools import Tools, check_is_function, checked_functions, choice_of, has_tools
+from inferc.runtime.tools.choices import chosen_of
+from inferc.runtime.tools.tools import Tools, check_is_function, checked_functions, has_tools
 
 RESPONSES, INPUT_TOKENS = "/v1/responses", "/v1/responses/input_tokens"
 LOGPROBS = "message.output_text.logprobs"
@@ -141,20 +142,24 @@ def _tools(body: Mapping[str, Any]) -> tuple[Tools | None, msgspec.Raw]:
     functions = checked_functions(
         [(f"tools[{index}]", _tool(f"tools[{index}]", tool)) for index, tool in enumerate(given or ())]
     )
-    found, only = choice_of(choice, choice.get("name") if isinstance(choice, Mapping) else None, functions)
+    chosen = chosen_of(choice, functions, is_nested=False)
     optional = {"description": None, "parameters": None, "strict": True}
     listed = [{"type": "function", **optional, **function} for function in functions.values()]
     try:
         encoded = msgspec.json.encode(listed)
     except (ValueError, RecursionError, OverflowError) as error:
         raise RequestError(f"tools: they cannot be repeated in an answer: {error}; send plain JSON") from None
-    return Tools(functions, found, only, body.get("parallel_tool_calls") is not False), msgspec.Raw(encoded)
+    is_parallel = body.get("parallel_tool_calls") is not False
+    return Tools(functions, chosen.choice, chosen.only, is_parallel, chosen.allowed), msgspec.Raw(encoded)
 
 
 def _choice(body: Mapping[str, Any], tools: Tools | None) -> Any:
     """Return the choice of a tool as the response repeats it."""
     if tools is None:
         return body.get("tool_choice") or "auto"
+    if tools.allowed is not None:
+        listed = [{"type": "function", "name": name} for name in tools.allowed]
+        return {"type": "allowed_tools", "mode": tools.choice, "tools": listed}
     return tools.choice if tools.only is None else {"type": "function", "name": tools.only}
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from inferc.chat.reasoning import ReasoningForm
 from inferc.errors import RequestError
 from inferc.runtime.grammar.vocabulary import NO_TEXT
+from inferc.runtime.reasoning.channels import ChannelCount, ChannelMarks, ChannelReader
 from inferc.runtime.reasoning.reader import ReasoningCount, ReasoningReader, State
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.structured_outputs import StructuredOutputs
+from inferc.runtime.text.detokenizer import Detokenizer
 from inferc.runtime.text.tokenizer import Text
 
 # Stand for the tokens that are markers, in a text that is read: halves of surrogate pairs, which no decoded text has.
@@ -36,16 +39,36 @@ class Reasoning:
 
     - form: that of the model; state: where the prompt leaves the answer.
     - is_held: what comes behind the reasoning is held to a form.
+    - called: returns the text that begins a call of the tool of a name, for what reads calls; None if nothing does.
+    - tail: in channels, the tokens of the prompt behind the last beginning of a message.
+    - is_within: the text has the reasoning, as the model writes it; in channels, without the headers of messages.
     """
 
     text: Text
     form: ReasoningForm
     state: State
     is_held: bool = False
+    called: Callable[[str], str] | None = None
+    tail: Sequence[int] = ()
+    is_within: bool = False
 
     @staticmethod
-    def after(text: Text, form: ReasoningForm, prompt_token_ids: Sequence[int]) -> Reasoning:
+    def after(
+        text: Text,
+        form: ReasoningForm,
+        prompt_token_ids: Sequence[int],
+        called: Callable[[str], str] | None = None,
+    ) -> Reasoning:
         """Return how the answer to a prompt is read, at whose end a template may begin reasoning, or rule it out."""
+        if form.channels is not None and text.reasoning_marks:
+            found = Reasoning(text, form, "may_begin", called=called)
+            start = found.in_channels.ids[form.channels.start]
+            ids = prompt_token_ids[-TAIL:]
+            at = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] == start), None)
+            found = replace(found, tail=() if at is None else tuple(ids[at + 1 :]))
+            count = found.count()
+            assert isinstance(count, ChannelCount)
+            return replace(found, state=count.state)
         written = b"".join(map(text.token_bytes, prompt_token_ids[-TAIL:])).decode(errors="replace").rstrip()
         state: State = "may_begin"
         if written.endswith(form.opening):
@@ -57,11 +80,32 @@ class Reasoning:
     @property
     def marks(self) -> Mapping[int, str]:
         """The characters that stand for tokens that are markers, in the text that `reader` reads."""
+        if self.is_in_channels:
+            return self.in_channels.by_token
         of_markers = dict(zip((self.form.opening, self.form.closing), MARKS, strict=True))
         return {token: of_markers[marker] for token, marker in self.text.reasoning_marks.items()}
 
-    def reader(self) -> ReasoningReader:
+    @property
+    def is_read(self) -> bool:
+        """True if the text of the answer is what `reader` makes of it."""
+        return not self.is_within or self.is_in_channels
+
+    @property
+    def is_in_channels(self) -> bool:
+        """True if the answer is made of messages in channels."""
+        return self.form.channels is not None and bool(self.text.reasoning_marks)
+
+    @cached_property
+    def in_channels(self) -> ChannelMarks:
+        """The control tokens of the model's channels."""
+        assert self.form.channels is not None
+        return ChannelMarks.of(self.text, self.form.channels)
+
+    def reader(self) -> ReasoningReader | ChannelReader:
         """Return a reader of an answer whose text has `marks`."""
+        if self.is_in_channels:
+            tail = Detokenizer(self.text, marks=self.marks).push(self.tail)
+            return ChannelReader(self.in_channels, tail, self.called, self.is_within)
         form, marks = self.form, self.marks
         opening, closing = MARKS if marks else (form.opening, form.closing)
         hidden = self.text.special_ids
@@ -76,8 +120,10 @@ class Reasoning:
         reasoning, said = map("".join, parts)
         return Told(reasoning, said, count.count)
 
-    def count(self) -> ReasoningCount:
+    def count(self) -> ReasoningCount | ChannelCount:
         """Return what counts the reasoning of an answer."""
+        if self.is_in_channels:
+            return ChannelCount(self.in_channels, self.tail, self.text.token_bytes)
         marks, form = self.text.reasoning_marks, self.form
 
         def spelled(token: int) -> bytes:
@@ -100,6 +146,8 @@ class Reasoning:
                 f"max_reasoning_tokens: the model ends its reasoning with {self.form.closing}, which is no token of its"
                 " own, so its end cannot be forced; leave it out"
             )
+        if self.is_in_channels:
+            return self._held_in_channels(wanted, max_tokens)
         # Between the tags of a structural tag any bytes may stand, also those of a marker: there the limit would not
         # hold for reasoning that need not come.
         is_needed = max_tokens is not None and wanted is not None and wanted.kind == "structural_tag"
@@ -110,6 +158,15 @@ class Reasoning:
         if self.state == "may_begin":
             before = _sequence(_text(self.form.lead), self._marker(self.form.opening), before)
             before = before if is_needed else {"type": "optional", "content": before}
+        return replace(self, is_held=True), replace(wanted, before=json.dumps(before, ensure_ascii=False))
+
+    def _held_in_channels(
+        self, wanted: StructuredOutputs | None, max_tokens: int | None
+    ) -> tuple[Reasoning, StructuredOutputs]:
+        if wanted is None:
+            anything: Any = ANY
+            wanted = StructuredOutputs(structural_tag=anything, label="max_reasoning_tokens")
+        before = self.in_channels.before(self.state, max_tokens, wanted.has_headers)
         return replace(self, is_held=True), replace(wanted, before=json.dumps(before, ensure_ascii=False))
 
     def _thoughts(self, max_tokens: int | None) -> dict[str, Any]:
@@ -129,17 +186,22 @@ class Reasoning:
 
 
 def reasoning_of(
-    text: Text, prompt_token_ids: Sequence[int], params: SamplingParams, max_tokens: int | None = None
+    text: Text,
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    max_tokens: int | None = None,
+    called: Callable[[str], str] | None = None,
 ) -> tuple[Reasoning | None, SamplingParams]:
     """Return how the reasoning of the answer to a chat is read, None for a model that has none, and its parameters.
 
-    max_tokens: after so many tokens the reasoning ends. Raises RequestError if that cannot be done.
+    max_tokens: after so many tokens the reasoning ends. called: as Reasoning has it. Raises RequestError if that cannot
+    be done.
     """
     if max_tokens is not None:
         text.check_reasoning()
     if (form := text.reasoning_form) is None:
         return None, params
-    reasoning = Reasoning.after(text, form, prompt_token_ids)
+    reasoning = Reasoning.after(text, form, prompt_token_ids, called)
     reasoning, wanted = reasoning.held(params.structured_outputs, max_tokens)
     return reasoning, params if wanted is None else replace(params, structured_outputs=wanted)
 

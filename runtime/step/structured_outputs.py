@@ -15,6 +15,7 @@ MAX_CHOICES = 2048
 Kind: TypeAlias = Literal["json", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"]
 Form: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 FORMS: tuple[Form, ...] = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+OURS = ("label", "before", "has_headers")  # the fields that no client gives
 # The parameters of vLLM's StructuredOutputsParams that are not built, with the values that ask for nothing.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "whitespace_pattern": (None,),
@@ -36,7 +37,8 @@ class StructuredOutputs:
     - disable_any_whitespace: JSON is written on one line, `{"a": 1, "b": 2}`; otherwise the model may indent it.
 
     label: the name of the field that gave the form, for messages. before: a format of a structural tag, as JSON, which
-    the answer has before the form: that of reasoning, which no client gives.
+    the answer has before the form: that of reasoning, which no client gives. has_headers: the form has the headers of
+    the messages of an answer in channels, which reasoning then does not end with.
 
     The answer then ends where the form ends. Raises RequestError if not exactly one is given, and for wrong types.
     """
@@ -50,6 +52,7 @@ class StructuredOutputs:
     disable_any_whitespace: bool = False
     label: str = field(default="", compare=False, repr=False)
     before: str | None = field(default=None, repr=False)
+    has_headers: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if self._gives(name)]
@@ -79,7 +82,7 @@ class StructuredOutputs:
             return value
         if not isinstance(value, Mapping):
             raise RequestError(f"structured_outputs: expected an object with one of {', '.join(FORMS)}")
-        known = [each.name for each in fields(StructuredOutputs) if each.name not in ("label", "before")]
+        known = [each.name for each in fields(StructuredOutputs) if each.name not in OURS]
         found: dict[str, Any] = {}
         for name, each in value.items():
             if name in known:

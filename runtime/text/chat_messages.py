@@ -7,15 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inferc.chat.form import NOTHING, ChatForm, Message
+from inferc.chat.form import NOTHING, THOUGHTS, ChatForm, Message
 from inferc.errors import RequestError, shown
 
-# The names of a message's reasoning; the first is the standard one.
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)
+REASONING = THOUGHTS
 MISTYPED = 0.9  # how much a key is like "content" that cannot have been meant otherwise
 
 
@@ -28,7 +23,8 @@ def formed(messages: Sequence[Mapping[str, Any]], form: ChatForm) -> list[Messag
     """
     if not messages:
         raise RequestError("messages: expected at least one message")
-    return [_formed(f"messages[{index}]", message, form) for index, message in enumerate(messages)]
+    found = [_formed(f"messages[{index}]", message, form) for index, message in enumerate(messages)]
+    return found if form.several_calls else _one_by_one(found, form)
 
 
 def _formed(where: str, message: Mapping[str, Any], form: ChatForm) -> Message:
@@ -64,7 +60,44 @@ def _formed(where: str, message: Mapping[str, Any], form: ChatForm) -> Message:
                 found[name] = _tool_calls(f"{where}.tool_calls", calls, form)
         elif value is not None:
             found[name] = value
+    if calls and content and not form.thoughts_beside_text:
+        found = _within_thoughts(found, form)
     return _with_reasoning(found)
+
+
+def _within_thoughts(message: Message, form: ChatForm) -> Message:
+    """Return a message with calls whose text is a part of its reasoning, if it has any: the template takes one."""
+    thought = next((message[name] for name in REASONING if name in message), None)
+    if not isinstance(thought, str) or not thought:
+        return message
+    text = message["content"] if form.content == "text" else "".join(part["text"] for part in message["content"])
+    rest = {name: value for name, value in message.items() if name not in ("content", *REASONING)}
+    return {**rest, **_content("", None, form), REASONING[0]: f"{thought}\n\n{text}"}
+
+
+def _one_by_one(messages: Sequence[Message], form: ChatForm) -> list[Message]:
+    """Return a conversation with one call a message, each followed by what its tool answered."""
+    found: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message, calls = messages[at], messages[at].get("tool_calls", [])
+        at += 1
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results: list[Message] = []
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        bare = {name: value for name, value in message.items() if name not in ("content", *REASONING)}
+        silent = {**bare, **_content("", None, form)}
+        for index, call in enumerate(calls):
+            first = {**(silent if index else message), "tool_calls": [call]}
+            own = [each for each in results if each.get("tool_call_id") == call.get("id")] if call.get("id") else []
+            found += [first, *own]
+            results = [each for each in results if each not in own]
+        found += results
+    return found
 
 
 def _with_reasoning(message: Message) -> Message:

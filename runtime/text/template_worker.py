@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from inferc.chat.form import Message, find_form
@@ -32,7 +31,7 @@ class _Worker:
         try:
             if question.get("find_form"):
                 form = find_form(self._find)
-                return {"form": None if form is None else asdict(form)}
+                return {"form": None if form is None else form.to_json()}
             if "values" not in question:
                 self._template()
                 return {}

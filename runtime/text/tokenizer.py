@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tokenizers import Tokenizer
 
 from inferc.chat.calls import CallForm, call_form_of
+from inferc.chat.channels import CONSTRAIN
 from inferc.chat.form import ChatForm, form_of
 from inferc.chat.reasoning import ReasoningForm, reasoning_form_of
 from inferc.errors import ArtifactError, RequestError
@@ -174,11 +175,20 @@ class Text:
 
     @cached_property
     def reasoning_marks(self) -> dict[int, str]:
-        """The tokens that are a marker of reasoning each, with the marker; none if markers are several tokens."""
+        """The tokens that are a marker of reasoning each, with the marker; none if markers are several tokens.
+
+        In channels they are the tokens of which headers are made.
+        """
         form = self.reasoning_form
-        markers = [] if form is None else [form.opening, form.closing]
+        markers: Sequence[str] = [] if form is None else [form.opening, form.closing]
+        if form is not None and form.channels is not None:
+            markers = form.channels.tokens
         added = {entry.content: token for token, entry in self.tokenizer.get_added_tokens_decoder().items()}
-        return {added[each]: each for each in markers} if all(each in added for each in markers) else {}
+        if not all(each in added for each in markers):
+            return {}
+        if form is not None and form.channels is not None:
+            markers = (*markers, *(each for each in (CONSTRAIN,) if each in added))
+        return {added[each]: each for each in markers}
 
     @property
     def template_source(self) -> str | None:

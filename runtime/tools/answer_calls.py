@@ -9,8 +9,10 @@ from typing import Any
 
 from inferc.chat.calls import ID, NUMBER, CallForm
 from inferc.runtime.grammar.schema.kinds import ArgumentKinds
+from inferc.runtime.reasoning.channels import ChannelMarks
 from inferc.runtime.text.tokenizer import Text
 from inferc.runtime.tools.arguments import Arguments, JsonArguments, TaggedArguments
+from inferc.runtime.tools.python_calls import PythonArguments
 
 # The first of the characters that stand for control tokens in a text that is read: halves of surrogate pairs, which no
 # decoded text has. Those of reasoning come before it (inferc.runtime.reasoning.reasoning).
@@ -21,12 +23,15 @@ FIRST_MARK = 0xDC10
 class AnswerCalls:
     """The form of an answer's calls, in which `marks` stand for control tokens, and the tools' functions by name.
 
-    marks: the character that stands for each of these tokens.
+    marks: the character that stands for each of these tokens. channels: those of the model, in which calls are
+    messages. is_first: calls begin the answer, or there are none.
     """
 
     form: CallForm
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     marks: Mapping[int, str] = field(default_factory=dict)
+    channels: ChannelMarks | None = None
+    is_first: bool = False
 
     @staticmethod
     def of(text: Text, functions: Mapping[str, Mapping[str, Any]]) -> AnswerCalls:
@@ -49,7 +54,9 @@ class AnswerCalls:
             after=marked(form.after),
             joint=None if form.joint is None else marked(form.joint),
         )
-        return AnswerCalls(found, functions, marks)
+        reasoning = text.reasoning_form
+        channels = None if reasoning is None else reasoning.channels
+        return AnswerCalls(found, functions, marks, None if channels is None else ChannelMarks.of(text, channels))
 
     @cached_property
     def behind_name(self) -> tuple[str, ...]:
@@ -64,10 +71,16 @@ class AnswerCalls:
     def arguments(self, name: str) -> Arguments:
         """Return a reader of the arguments of a call of the tool with this name."""
         tags = self.form.arguments
+        if self.form.is_python:
+            return PythonArguments()
         if tags is None:
             return JsonArguments()
         parameters = self.functions.get(name, {}).get("parameters")
         return TaggedArguments(tags, ArgumentKinds(parameters or {}).of)
+
+    def begun(self, name: str) -> str:
+        """Return the text that begins a call of the tool with this name, for what reads calls."""
+        return self.form.before + name + self.form.between
 
     def shown(self, text: str) -> str:
         """Return a text without marks, as it is without control tokens."""

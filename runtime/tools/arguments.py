@@ -141,12 +141,12 @@ class TaggedArguments:
                 self._step = self._begin_text
                 return True
             return False
-        self._found.append(_spelled(value.strip()))
+        self._found.append(spelled(value.strip()))
         self._left, self._step = self._left[len(value) :], self._behind
         return True
 
 
-def _spelled(value: str) -> str:
+def spelled(value: str) -> str:
     """Return JSON for a value as a model wrote it: itself, what Python writes, or a text of anything else."""
     try:
         json.loads(value)

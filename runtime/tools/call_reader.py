@@ -78,6 +78,7 @@ class CallReader:
         self._make_id = make_id if self._form.ids == "ours" else short_id
         self._left = ""  # what may belong to what comes next
         self._spaces = ""  # at the end of the text so far
+        self._is_plain = False  # no call comes any more
         self._is_behind_call = False  # nothing but spaces came since
         self._opening = self._form.before  # what began the call whose name is read
         self._read: Callable[[list[str | CallPart]], bool] = self._read_text
@@ -126,6 +127,14 @@ class CallReader:
             self._spaces = self._spaces[-MAX_SPACES:]
 
     def _read_text(self, found: list[str | CallPart]) -> bool:
+        if self._is_plain:
+            self._say(self._left, found)
+            self._left = ""
+            return False
+        before = self._form.before
+        if (self._calls.is_first or self._form.is_first) and not before.startswith(self._left[: len(before)]):
+            self._is_plain = True
+            return True
         text, _, rest = self._left.partition(self._form.before)
         if len(text) < len(self._left):
             self._say(text, found)

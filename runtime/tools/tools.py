@@ -5,21 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from inferc.chat.calls import SLOTS
-from inferc.errors import RequestError, nearest, shown
+from inferc.errors import RequestError, shown
 from inferc.runtime.grammar.tags import ARGUMENTS, LABEL
+from inferc.runtime.reasoning.channels import ChannelMarks
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.structured_outputs import StructuredOutputs
 from inferc.runtime.text.tokenizer import Text
 from inferc.runtime.tools.answer_calls import AnswerCalls
+from inferc.runtime.tools.beside_form import format_of
+from inferc.runtime.tools.choices import Choice, chosen_of
+from inferc.runtime.tools.python_calls import python_arguments
 
 MAX_TOOLS = 128  # OpenAI's limit
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-CHOICES = ("none", "auto", "required")
 
-Choice: TypeAlias = Literal["none", "auto", "required"]
 Format: TypeAlias = dict[str, Any]
 
 
@@ -30,33 +32,86 @@ class Tools:
     - functions: each tool's function as the request has it, by name.
     - choice: whether the answer may have calls, must have one, or may not; only: the one tool that it must call.
     - is_parallel: the answer may have more than one call.
+    - allowed: the tools that it may call, of those that the model sees; None: all.
     """
 
     functions: Mapping[str, Mapping[str, Any]]
     choice: Choice = "auto"
     only: str | None = None
     is_parallel: bool = True
+    allowed: tuple[str, ...] | None = None
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
         """The tools as a chat template reads them."""
         return [{"type": "function", "function": dict(function)} for function in self.functions.values()]
 
-    def held_to(self, calls: AnswerCalls) -> StructuredOutputs:
+    def held_to(self, calls: AnswerCalls, beside: StructuredOutputs | None = None) -> StructuredOutputs:
         """Return the form of an answer with these tools, for a model that writes calls in a form of its own.
 
-        Its text is free, if the answer may have one, and its calls are of the tools and under their schemas.
+        Its text is free, if the answer may have one, and its calls are of the tools and under their schemas. beside:
+        the form of an answer that has a text; it then has no calls. Raises RequestError for one that cannot be.
         """
-        tag: Any = {"type": "structural_tag", "format": self._format(calls)}
-        return StructuredOutputs(structural_tag=tag, label="tools")
+        in_channels = calls.channels is not None
+        text = None if beside is None else format_of(beside, calls)
+        if calls.channels is not None:
+            form = self._in_channels(calls, calls.channels, text)
+        elif text is not None:
+            form = _any([replace(self, choice="required")._format(calls), text])
+        else:
+            form = self._format(calls)
+        tag: Any = {"type": "structural_tag", "format": form}
+        return StructuredOutputs(structural_tag=tag, label="tools", has_headers=in_channels)
+
+    def _in_channels(self, calls: AnswerCalls, marks: ChannelMarks, text: Format | None) -> Format:
+        """Return the format of an answer behind its reasoning, of which each call and each text is a message."""
+        is_held = text is not None
+        said = _sequence(*marks.header(marks.channels.said, kinds=is_held), text or {"type": "any_text"})
+        if self.choice == "none":
+            return said
+        written = _Written(calls)
+        call = marks.call([(name, self._call(written, name)[-1:]) for name in self._names])
+        if self.choice == "required":
+            return call
+        if is_held:
+            return _any([call, said])
+        before: Format = {"type": "star", "content": marks.message(marks.channels.calls)}
+        return _sequence(before, _any([call, said]))
+
+    @property
+    def _names(self) -> list[str]:
+        """The names of the tools that an answer may call."""
+        if self.only is not None:
+            return [self.only]
+        return list(self.functions if self.allowed is None else self.allowed)
+
+    def _first(self, written: _Written) -> Format:
+        """Return the format of an answer that calls begin, if it has any."""
+        form = written.calls.form
+        other = _sequence({"type": "regex", "pattern": f"[^{re.escape(form.before[0])}]"}, {"type": "any_text"})
+        said: Format = {"type": "optional", "content": other}
+        if self.choice == "none":
+            return said
+        is_one = not self.is_parallel or form.joint is None
+        calls: Format = {
+            "type": "tags_with_separator",
+            "tags": [_tag(name, self._call(written, name)) for name in self._names],
+            "separator": form.joint or "",
+            "at_least_one": True,
+            "stop_after_first": is_one,
+        }
+        called = _sequence(*written.texts(form.before), calls, *written.texts(form.after))
+        return called if self.choice == "required" else _any([called, said])
 
     def _format(self, calls: AnswerCalls) -> Format:
         written = _Written(calls)
         form, begin = calls.form, calls.form.before[:1]
+        if form.is_first:
+            return self._first(written)
         if self.choice == "none":
             return written.free() if written.is_token(begin) else {"type": "any_text", "excludes": [written.trigger]}
         is_parallel = self.is_parallel and form.joint is not None
-        names = [self.only] if self.only is not None else list(self.functions)
+        names = self._names
         named = [self._call(written, name) for name in names]
         one = found = _any([_sequence(_text(name), *parts) for name, parts in zip(names, named, strict=True)])
         if written.is_plain:
@@ -97,7 +152,10 @@ class Tools:
     def _call(self, written: _Written, name: str) -> list[Format]:
         """Return what stands behind the name of a call."""
         schema, tags = _arguments(self.functions[name].get("parameters") or {}), written.calls.form.arguments
-        content: Format = {"type": "json_schema", "json_schema": schema, LABEL: f"the parameters of {name}"}
+        label = f"the parameters of {name}"
+        if written.calls.form.is_python:
+            return [*written.texts(written.calls.form.between), python_arguments(label, schema)]
+        content: Format = {"type": "json_schema", "json_schema": schema, LABEL: label}
         if tags is not None:
             content = {**content, "type": ARGUMENTS, "tags": asdict(tags)}
         return [*written.texts(written.calls.form.between), content]
@@ -175,27 +233,17 @@ def held(
     """Return sampling parameters that hold an answer to the tools it may call, and the form of its calls.
 
     text: returns the model's tokenizer, which knows the form. It is None for an answer that may have no calls. Raises
-    RequestError if the form is not known, and as check_one_form does.
+    RequestError if the form is not known, or cannot stand beside that of a text.
     """
     if tools is None:
         return params, None
-    check_one_form(tools, params)
-    calls = AnswerCalls.of(text(), tools.functions)
-    if params.structured_outputs is None or tools.choice == "required":
+    calls, given = AnswerCalls.of(text(), tools.functions), params.structured_outputs
+    if given is None or tools.choice == "required":  # an answer that must be a call has no text to be of a form
         params = replace(params, structured_outputs=tools.held_to(calls))
+    elif tools.choice == "auto":
+        params = replace(params, structured_outputs=tools.held_to(calls, given))
+        calls = replace(calls, is_first=calls.channels is None)
     return params, None if tools.choice == "none" else calls
-
-
-def check_one_form(tools: Tools, params: SamplingParams) -> None:
-    """Raise RequestError for an answer that may be a call or a text, if the text is held to a form of its own.
-
-    An answer that must be a call has no text, so its form says nothing.
-    """
-    given = params.structured_outputs
-    if given is not None and tools.choice == "auto":
-        raise RequestError(
-            f"tools: {given.label} gives the answer a form, too; send one of them, or another tool_choice than auto"
-        )
 
 
 def tools_of(body: Mapping[str, Any]) -> Tools | None:
@@ -204,10 +252,9 @@ def tools_of(body: Mapping[str, Any]) -> Tools | None:
     if not has_tools(given, choice):
         return None
     functions = checked_functions([_nested(f"tools[{index}]", tool) for index, tool in enumerate(given or ())])
-    function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    found, only = choice_of(choice, name, functions)
-    return Tools(functions, found, only, body.get("parallel_tool_calls") is not False)
+    chosen = chosen_of(choice, functions, is_nested=True)
+    is_parallel = body.get("parallel_tool_calls") is not False
+    return Tools(functions, chosen.choice, chosen.only, is_parallel, chosen.allowed)
 
 
 def has_tools(given: Any, choice: Any) -> bool:
@@ -258,30 +305,3 @@ def checked_functions(
             raise RequestError(f"{where}.{schema}.type is {shown(parameters['type'])}; arguments are an object")
         found[name] = function
     return found
-
-
-def choice_of(choice: Any, name: Any, functions: Mapping[str, Any]) -> tuple[Choice, str | None]:
-    """Return what the answer may have by OpenAI's `tool_choice`, and the one tool that it must call if that names one.
-
-    name: that of the tool, if the choice is an object and has one.
-    """
-    if choice is None:
-        return "auto", None
-    if isinstance(choice, str):
-        if choice not in CHOICES:
-            raise RequestError(f"tool_choice is {shown(choice)}; {nearest(choice, CHOICES)}")
-        return choice, None  # type: ignore[return-value]
-    is_function = isinstance(choice, Mapping) and choice.get("type", "function") == "function"
-    if not isinstance(name, str) or not is_function:
-        raise RequestError(
-            f"tool_choice is {shown(choice)}; expected none, auto, required, or an object of the type function with"
-            " the name of one"
-        )
-    return "required", named(name, functions)
-
-
-def named(name: str, functions: Mapping[str, Any]) -> str:
-    """Return the name of the tool that a request chooses; raise RequestError if it offers none of this name."""
-    if name not in functions:
-        raise RequestError(f"tool_choice: there is no tool {shown(name)}; {nearest(name, functions)}")
-    return name

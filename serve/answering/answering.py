@@ -88,7 +88,8 @@ class Answering:
         if (shown := self.request.reasoning) is None:
             return
         limit = self.request.max_reasoning_tokens
-        reasoning, self.params = reasoning_of(self.model.engine.text, ids[0], self.params, limit)
+        called = None if self.calls is None else self.calls.begun
+        reasoning, self.params = reasoning_of(self.model.engine.text, ids[0], self.params, limit, called)
         self._apart = (
             None if reasoning is None else ReasoningApart(reasoning, shown, as_it_grows=self.request.streams_reasoning)
         )

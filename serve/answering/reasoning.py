@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from inferc.runtime.openai.reasoning import Shown
+from inferc.runtime.reasoning.channels import ChannelCount, ChannelReader
 from inferc.runtime.reasoning.reader import ReasoningCount, ReasoningReader
 from inferc.runtime.reasoning.reasoning import Reasoning
 from inferc.serve.models.streams import Delta
@@ -18,15 +19,16 @@ class ReasoningApart:
     """
 
     def __init__(self, reasoning: Reasoning, shown: Shown, as_it_grows: bool = True) -> None:
-        self._reasoning, self._shown, self._as_it_grows = reasoning, shown, as_it_grows
+        self._reasoning = replace(reasoning, is_within=shown == "in_text")
+        self._shown, self._as_it_grows = shown, as_it_grows
         self._held: dict[int, str] = {}  # the reasoning of choices whose reasoning has not ended
-        self._readers: dict[int, ReasoningReader] = {}
-        self._counts: dict[int, ReasoningCount] = {}
+        self._readers: dict[int, ReasoningReader | ChannelReader] = {}
+        self._counts: dict[int, ReasoningCount | ChannelCount] = {}
 
     @property
     def marks(self) -> Mapping[int, str] | None:
         """The characters that streams write for markers that are tokens; None: they write them as other tokens."""
-        return None if self._shown == "in_text" else self._reasoning.marks
+        return self._reasoning.marks if self._reasoning.is_read else None
 
     @property
     def num_tokens(self) -> int:
@@ -45,7 +47,7 @@ class ReasoningApart:
         if index not in self._counts:
             self._counts[index], self._readers[index] = self._reasoning.count(), self._reasoning.reader()
         self._counts[index].push(delta.token_ids)
-        if self._shown == "in_text":
+        if not self._reasoning.is_read:
             return delta
         reader = self._readers[index]
         thought, text = reader.push(delta.text)

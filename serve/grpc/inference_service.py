@@ -99,7 +99,7 @@ class InferenceService:
         calls = Calls(form) if form else None
         model.check_open(params, 1, 0 if beams is None else beams.beam_width)  # before the work on the prompt
         if chat is not None:
-            if chat.max_reasoning_tokens is not None:
+            if (limit := chat.max_reasoning_tokens) is not None:
                 engine.text.check_reasoning()
             chat = replace(chat, template=template_with_effort(chat.template, engine.text) or chat.template)
         prompt = await self._prompt(model, request, chat)
@@ -107,7 +107,7 @@ class InferenceService:
             params = await model.spelled(params)
         apart = None
         if chat is not None:
-            reasoning, params = reasoning_of(engine.text, prompt, params, chat.max_reasoning_tokens)
+            reasoning, params = reasoning_of(engine.text, prompt, params, limit, None if form is None else form.begun)
             apart = None if reasoning is None else ReasoningApart(reasoning, chat.reasoning)
         rows: list[Logprobs] = []
         if top := protocol.num_top(request, "prompt_logprobs", 0):

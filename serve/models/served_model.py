@@ -25,6 +25,7 @@ from inferc.runtime.engine.scoring import Score
 from inferc.runtime.step.prompt_limits import check_length
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.text.control_tokens import InText
+from inferc.runtime.text.named_forms import with_forms
 from inferc.runtime.text.spelled import spelled
 from inferc.runtime.text.tokenizer import Text
 from inferc.runtime.text.turns import NOTHING, Known, render_behind
@@ -382,7 +383,8 @@ class ServedModel:
         """Load the tokenizer here and, at the same time, the weights in the engine's process; raise the first error."""
         starting = asyncio.create_task(self.supervisor.start())
         try:
-            files, in_text = self.artifact.tokenizer, self._special_tokens_in_text
+            files = with_forms(self.artifact.tokenizer, self.config.tool_format, self.config.reasoning_format)
+            in_text = self._special_tokens_in_text
             self.engine.text = await asyncio.to_thread(Text, files, in_text)
             self.engine.text.check_stop_ids(self.artifact.model.eos_token_ids)
             await starting

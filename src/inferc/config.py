@@ -252,6 +252,8 @@ class EngineConfig:
     speculate_tokens: int = 15  # the most tokens that are drafted of a sequence in a step
     adapters: tuple[str, ...] = ()  # LoRA adapters to load at the start, each "NAME=PATH"
     structured_outputs_backend: GrammarBackend | Auto = "auto"  # holds answers to forms; auto: the first installed
+    tool_format: str | None = None  # the name of the form of calls; None: that of the artifact
+    reasoning_format: str | None = None  # that of reasoning
     record: str | None = None  # a file that every request is written to, for `inferc replay`
     tap: tuple[str, ...] = ()  # names of values to keep for requests that ask for it; `*` stands for anything
     tap_out: str | None = None  # a folder for tapped values, one file per request; None: `LLM.tapped` returns them

@@ -12,9 +12,15 @@ from rendering import rendered
 
 from inferc.chat.calls import CallForm, find_call_form
 from inferc.chat.form import find_form
-from inferc.chat.named_forms import CALLS, REASONING
+from inferc.chat.named_forms import (
+    CALLS,
+    REASONING,
+    check_names,
+    fault_of,
+    named_call_form,
+    named_reasoning_form,
+)
 from inferc.errors import ConfigError
-from inferc.frontend.text.named_forms import check_names, named_call_form, named_reasoning_form
 
 OF_STYLES = {
     "as Qwen3-Coder": "qwen3_coder",
@@ -54,7 +60,17 @@ def test_reasoning_has_names_too() -> None:
         ("<think>", "</think>"),
         ("[THINK]", "[/THINK]"),
         ("<seed:think>", "</seed:think>"),
+        ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
     }
+
+
+def test_calls_and_reasoning_are_in_channels_together() -> None:
+    harmony, hermes = named_call_form("harmony"), named_call_form("hermes")
+    channels, think = named_reasoning_form("openai_gptoss"), named_reasoning_form("qwen3")
+    assert fault_of(harmony, channels) is fault_of(hermes, think) is fault_of(None, channels) is None
+    said = "calls are messages in a channel, and reasoning is not; name harmony for both, or for neither"
+    assert fault_of(harmony, think) == fault_of(harmony, None) == said
+    assert (fault_of(hermes, channels) or "").startswith("reasoning is a message in a channel, and calls are not")
 
 
 @pytest.mark.parametrize(
@@ -62,8 +78,7 @@ def test_reasoning_has_names_too() -> None:
     [
         ("qwen_coder", None, "--tool-format qwen_coder: did you mean qwen3_coder?"),
         (None, "deepseek-r1", "--reasoning-format deepseek-r1: did you mean deepseek_r1?"),
-        ("openai", None, "--tool-format openai: the channels of gpt-oss are not built yet; leave it out"),
-        ("pythonic", None, "--tool-format pythonic: calls written as Python are not built yet; leave it out"),
+        ("pythonicc", None, "--tool-format pythonicc: did you mean pythonic?"),
     ],
 )
 def test_unknown_names_are_refused(calls: str | None, reasoning: str | None, said: str) -> None:

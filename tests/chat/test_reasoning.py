@@ -7,6 +7,7 @@ import re
 import pytest
 from rendering import EACH, END, rendered, rendered_with
 
+from inferc.chat.channels import HARMONY
 from inferc.chat.form import find_form
 from inferc.chat.reasoning import ReasoningForm, find_reasoning_form, reasoning_form_of
 
@@ -100,7 +101,11 @@ STYLES: dict[str, tuple[str, ReasoningForm | None]] = {
         + "{{ m.content }}<|end|>"
         + END
         + "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-        None,
+        ReasoningForm(
+            "<|channel|>analysis<|message|>",
+            "<|end|><|start|>assistant<|channel|>final<|message|>",
+            channels=HARMONY,
+        ),
     ),
     "other tags": (EACH + HEAD + "{{ m.content }}<|end|></tool></s>" + END + ASKED + "<tool>x{% endif %}", None),
     "none": (EACH + HEAD + "{{ m.content }}<|end|>" + END + ASKED + "{% endif %}", None),
@@ -133,6 +138,10 @@ def test_the_form_is_kept_as_json() -> None:
     form = ReasoningForm("\n<think>\n", "\n</think>\n\n", True, "enable_thinking", "<think></think>")
     assert reasoning_form_of(form.to_json()) == form
     assert reasoning_form_of({**form.to_json(), "switch": None}).switch is None
+    in_channels = ReasoningForm(HARMONY.begin, HARMONY.turn, channels=HARMONY)
+    assert reasoning_form_of(in_channels.to_json()) == in_channels
+    with pytest.raises(ValueError, match="channels: expected an object with start, role"):
+        reasoning_form_of({**in_channels.to_json(), "channels": {"start": "a"}})
     assert (form.lead, form.opening, form.closing, form.trail) == ("\n", "<think>", "</think>", "\n\n")
     assert str(form) == (
         "\\n<think>\\n…\\n</think>\\n\\n, begun by the prompt, enable_thinking turns it off by <think></think>"

@@ -298,6 +298,9 @@ def test_unknown_option_and_unknown_command(tiny_artifact: Path) -> None:
     assert "Missing option '--prompt'" in refused("generate", tiny_artifact)
 
 
+OF_TEMPLATE = "; leave it out for the form of the chat template"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -321,23 +324,11 @@ def test_unknown_option_and_unknown_command(tiny_artifact: Path) -> None:
             "say how large the KV cache may be: inferc serve OUT --kv-memory BYTES, for example 2GiB",
         ),
         (("--served-model-name", "a"), "give a model's name before its artifact: inferc serve NAME=OUT"),
-        (
-            ("--reasoning-parser", "qwen3"),
-            (
-                "how a model writes calls and reasoning is found at compile (inferc inspect OUT shows it); leave it"
-                " out, or name another one there: inferc compile MODEL -o OUT --reasoning-format NAME"
-            ),
-        ),
-        (
-            ("--tool-call-parser", "hermes"),
-            (
-                "how a model writes calls and reasoning is found at compile (inferc inspect OUT shows it); leave it"
-                " out, or name another one there: inferc compile MODEL -o OUT --tool-format NAME"
-            ),
-        ),
+        (("--reasoning-parser", "qwen4"), "--reasoning-format qwen4: did you mean qwen3?" + OF_TEMPLATE),
+        (("--tool-call-parser", "hermse"), "--tool-format hermse: did you mean hermes?" + OF_TEMPLATE),
         (
             ("--enable-auto-tool-choice",),
-            "how a model writes calls and reasoning is found at compile (inferc inspect OUT shows it); leave it out",
+            "calls are read as the chat template has them, or as --tool-format says (inferc inspect OUT); leave it out",
         ),
         (
             ("--enforce-eager",),

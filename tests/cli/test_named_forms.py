@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import run_inferc
+from http_calls import request
+from serving import Server
 from tool_models import TEMPLATE, TOOLS, check_arguments
 
 from inferc import LLM, SamplingParams
@@ -22,8 +26,6 @@ def folder(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_calls_and_reasoning_are_in_the_named_forms(folder: Path, tmp_path: Path) -> None:
-    import json
-
     options = ("--tool-format", "qwen3_coder", "--reasoning-parser", "qwen3", "--certify", "none")
     done = run_inferc("compile", folder, "-o", tmp_path / "out", *options)
     assert done.returncode == 0, done.stderr
@@ -37,6 +39,53 @@ def test_calls_and_reasoning_are_in_the_named_forms(folder: Path, tmp_path: Path
     (call,) = answer.outputs[0].tool_calls
     check_arguments(call.name, json.loads(call.arguments))
     assert answer.outputs[0].text.startswith("<tool_call>\n<function=")
+
+
+@pytest.fixture(scope="module")
+def artifact(folder: Path) -> Path:
+    done = run_inferc("compile", folder, "-o", folder.parent / "plain", "--certify", "none")
+    assert done.returncode == 0, done.stderr
+    return folder.parent / "plain"
+
+
+def test_a_run_names_other_forms_than_the_artifact(artifact: Path) -> None:
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 1,
+        "seed": 5,
+        "max_tokens": 150,
+        "return_token_ids": True,
+    }
+    options = ("--tool-call-parser", "glm45", "--reasoning-parser", "qwen3")
+    with Server(artifact, *options) as server:
+        answer = request(server.url, "/v1/chat/completions", body).json["choices"][0]
+        (call,) = answer["message"]["tool_calls"]
+        check_arguments(call["function"]["name"], json.loads(call["function"]["arguments"]))
+        text = request(server.url, "/detokenize", {"tokens": answer["token_ids"]}).json["prompt"]
+        assert f"<tool_call>{call['function']['name']}" in text
+        limited = request(server.url, "/v1/chat/completions", {**body, "max_reasoning_tokens": 3})
+        assert "ends its reasoning with </think>" in limited.error["message"], "the form is known"
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=120)
+    held: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    with LLM(artifact, num_threads=1, tool_format="pythonic") as llm:
+        (output,) = llm.chat(body["messages"], params, **held)[0].outputs
+        check_arguments(output.tool_calls[0].name, json.loads(output.tool_calls[0].arguments))
+        assert output.text.startswith("[") and output.text.endswith(")]")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--tool-format", "harmony"), "has no control token <|start|>, of which the headers of channels are made"),
+        (("--tool-format", "harmony", "--reasoning-format", "qwen3"), "name harmony for both, or for neither"),
+    ],
+)
+def test_a_run_refuses_forms_that_the_model_cannot_have(artifact: Path, options: Sequence[str], said: str) -> None:
+    refused = run_inferc("serve", artifact, "--http-port", "0", "--grpc-port", "0", *options)
+    assert refused.returncode == 2 and said in refused.stderr
 
 
 def test_a_template_that_lists_no_tools_has_no_form_of_calls(folder: Path, tmp_path: Path) -> None:

@@ -88,6 +88,36 @@ def test_a_call_within_which_a_stop_string_stands_is_none_to_make(tooled: Server
     assert events[-1]["choices"][0]["finish_reason"] == expected
 
 
+def test_an_answer_is_calls_or_of_a_form(tooled: Server) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["<call>now={}</call>", 5]}}}
+    body = {**SAMPLED, "tool_choice": "auto", "response_format": form, "n": 8, "max_tokens": 160}
+    whole = request(tooled.url, CHAT, body).json["choices"]
+    events = request(tooled.url, CHAT, {**body, "stream": True}).events
+    seen = set()
+    for each in whole:
+        message = each["message"]
+        parts = [event["choices"][0]["delta"] for event in events if event["choices"][0]["index"] == each["index"]]
+        assert "".join(part.get("content") or "" for part in parts) == (message["content"] or "")
+        seen.add("tool_calls" in message)
+        if each["finish_reason"] == "stop":
+            assert json.loads(message["content"]) in ("<call>now={}</call>", 5) and "tool_calls" not in message
+        elif each["finish_reason"] == "tool_calls":
+            check(message["tool_calls"])
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_of_the_tools_are_allowed(tooled: Server, mode: str) -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+    body = {**SAMPLED, "n": 6, "parallel_tool_calls": False, "return_token_ids": True}
+    found = request(tooled.url, CHAT, {**body, "tool_choice": allowed}).json
+    prompt = request(tooled.url, CHAT, {**body, "tool_choice": "none", "n": 1, "max_tokens": 1}).json
+    assert found["prompt_token_ids"] == prompt["prompt_token_ids"], "the model sees all of them"
+    calls = [call["function"]["name"] for each in found["choices"] for call in each["message"].get("tool_calls", ())]
+    assert set(calls) <= {"now"} and (mode == "auto" or len(calls) == 6)
+
+
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_text_is_free(tooled: Server, choice: str) -> None:
     body = {**SAMPLED, "tool_choice": choice, "max_tokens": 20, "ignore_eos": False}
@@ -155,7 +185,16 @@ def test_a_client_sends_back_what_it_has_read_of_a_call(tooled: Server) -> None:
             "tools: the parameters of f: #/properties/a/maxContains",
             "tools",
         ),
-        ({"response_format": {"type": "json_object"}}, "tools: response_format gives the answer a form, too", "tools"),
+        (
+            {"structured_outputs": {"regex": "a"}},
+            "tools: structured_outputs.regex gives the answer a form, too",
+            "tools",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools"}},
+            "tool_choice.allowed_tools: expected an object with",
+            "tool_choice",
+        ),
         ({"ignore_eos": True}, "ignore_eos", None),
         (
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": 3}}]}]},

@@ -89,6 +89,14 @@ STYLES = {
         ),
         CallForm("<f=", ">", "</f>", "</f><f=", ArgumentTags("<p=", ">", "</p>")),
     ),
+    "as Python's keyword arguments": (
+        chat(
+            "{% if m.tool_calls %}<|calls|>[" + CALLS + "{{ call.function.name }}("
+            "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value | tojson }}"
+            "{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}" + END + "]{% endif %}"
+        ),
+        CallForm("<|calls|>[", "(", ")]", "), ", is_python=True),
+    ),
     "arguments by Python's own words": (
         chat(
             CALLS + "<f={{ call.function.name }}>{% for name, value in call.function.arguments.items() %}"

@@ -5,17 +5,19 @@ the template would repeat it. These are found as the form of messages is (inferc
 and with two are rendered, and what stands around names and arguments is the form. It is what an answer is held to, and
 what is read from one, so that the two cannot differ.
 
-Arguments are JSON, or each stands in tags of its own (inferc.chat.argument_tags). Templates that write arguments or an
-id before the name of the tool have no such form; neither have those that write the name of the tool twice.
+Arguments are JSON, or each stands in tags of its own (inferc.chat.argument_tags), or they are Python's keyword
+arguments: `f(a=1, b="c")`. Templates that write arguments or an id before the name of the tool have no such form;
+neither have those that write the name of the tool twice.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 from inferc.chat.argument_tags import ArgumentTags, argument_tags_of, find_argument_tags
 from inferc.chat.form import CALL_ID, NOTHING, ChatForm, Message, Render
@@ -32,6 +34,12 @@ Ids = Literal["ours", "short", "written", "numbered"]
 IDS: tuple[Ids, ...] = ("ours", "short", "written", "numbered")
 LONG_ID = "call_0123456789abcdef01234567"
 OF_NAME = "functions."  # with which an id begins that is numbered
+# Arguments, and how Python writes them.
+PYTHONS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"zqa": 41779}, ("zqa=41779",)),
+    ({"zqa": 41779, "zqb": 58833}, ("zqa=41779, zqb=58833",)),
+    ({"zqa": "Zq"}, ('zqa="Zq"', "zqa='Zq'")),
+)
 TOOLS: tuple[Message, ...] = tuple(
     {
         "type": "function",
@@ -45,13 +53,17 @@ TOOLS: tuple[Message, ...] = tuple(
 )
 
 
+LATER: dict[str, Any] = {"arguments": None, "ids": "ours", "is_python": False}  # what is kept only if it differs
+
+
 @dataclass(frozen=True)
 class CallForm:
     """The form of an answer's calls: `before`, then for each call its tool's name, `between`, arguments, then `after`.
 
     joint: what stands between one call's arguments and the next one's name, or None if an answer has one call at most.
     arguments: the tags around each argument, or None if arguments are JSON. ids: what the ids of calls are, which the
-    template writes as well if they are not ours: the texts then have ID or NUMBER where they stand.
+    template writes as well if they are not ours: the texts then have ID or NUMBER where they stand. is_python:
+    arguments are written as Python's.
     """
 
     before: str
@@ -60,12 +72,19 @@ class CallForm:
     joint: str | None = None
     arguments: ArgumentTags | None = None
     ids: Ids = "ours"
+    is_python: bool = False
 
     def __str__(self) -> str:
         """Return an example of a call, as `inferc inspect` shows it."""
         arguments = "{…}" if self.arguments is None else str(self.arguments)
+        arguments = "KEY=VALUE, …" if self.is_python else arguments
         shown = f"{self.before}NAME{self.between}{arguments}{self.after}"
         return shown.replace("\n", "\\n").replace(ID, "ID").replace(NUMBER, "NUMBER")
+
+    @property
+    def is_first(self) -> bool:
+        """True if calls begin the answer, as a bracket alone does not tell them from text."""
+        return self.is_python and self.before.strip() == "["
 
     @property
     def trigger(self) -> str:
@@ -75,14 +94,14 @@ class CallForm:
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
-        unsaid = [name for name, value in (("arguments", None), ("ids", "ours")) if found[name] == value]
+        unsaid = [name for name, value in LATER.items() if found[name] == value]
         return {name: value for name, value in found.items() if name not in unsaid}
 
 
 def call_form_of(value: Any) -> CallForm:
     """Return the form that an artifact holds; raise ValueError for what is none."""
     names = ("before", "between", "after", "joint")
-    if not isinstance(value, Mapping) or value.keys() - {"arguments", "ids"} != set(names):
+    if not isinstance(value, Mapping) or value.keys() - LATER.keys() != set(names):
         raise ValueError(f"expected an object with {', '.join(names)}, found {value!r:.100}")
     for name in names:
         if not isinstance(value[name], str) and not (name == "joint" and value[name] is None):
@@ -90,6 +109,8 @@ def call_form_of(value: Any) -> CallForm:
     arguments = None if value.get("arguments") is None else argument_tags_of(value["arguments"])
     if (ids := value.get("ids", "ours")) not in IDS:
         raise ValueError(f"ids is {ids!r:.40}, expected one of {', '.join(IDS)}")
+    if type(value.get("is_python", False)) is not bool:
+        raise ValueError(f"is_python is {value['is_python']!r:.40}, expected true or false")
     if not value["before"] or not (value["between"] or arguments):
         raise ValueError("before and between: expected texts that are not empty")
     return CallForm(**{**value, "arguments": arguments})
@@ -107,21 +128,22 @@ def find_call_form(render: Render, form: ChatForm) -> CallForm | None:
         if said is None:
             continue
         for is_numbered in (False, True):  # some write ids in place of names, which then are in them
-            one = _text(render, form, [_calls(form, NAMES[:1], is_numbered=is_numbered)], goes_on)
+            one = _text(render, form, [calls_of(form, NAMES[:1], is_numbered=is_numbered)], goes_on)
             found = None if one is None else _around(said, one, NAMES[0], is_numbered)
             if found is None:
                 continue
-            other = _text(render, form, [_calls(form, NAMES[1:], is_numbered=is_numbered)], goes_on)
+            other = _text(render, form, [calls_of(form, NAMES[1:], is_numbered=is_numbered)], goes_on)
             if other is None or _around(said, other, NAMES[1], is_numbered) != found:
                 return None  # what stands around a call depends on its name
-            two = _text(render, form, [_calls(form, NAMES, is_numbered=is_numbered)], goes_on)
+            two = _text(render, form, [calls_of(form, NAMES, is_numbered=is_numbered)], goes_on)
             joint = None if two is None else _joint(found, said, two, is_numbered)
             ids: Ids = "numbered" if is_numbered else "written" if ID in "".join(found) else "ours"
-            if ids == "ours" and _text(render, form, [_calls(form, NAMES[:1], call_id=LONG_ID)], goes_on) is None:
+            if ids == "ours" and _text(render, form, [calls_of(form, NAMES[:1], call_id=LONG_ID)], goes_on) is None:
                 ids = "short"
             return CallForm(*found, joint=joint, ids=ids)
-        if (tagged := _tagged(render, form, said, goes_on)) is not None:
-            return tagged
+        for find in (_tagged, _python):
+            if (other_form := find(render, form, said, goes_on)) is not None:
+                return other_form
     return None
 
 
@@ -169,29 +191,57 @@ def _around(said: str, called: str, name: str, is_numbered: bool = False) -> tup
     return before, between, after
 
 
-def _tagged(render: Render, form: ChatForm, said: str, goes_on: bool) -> CallForm | None:
-    """Return the form of calls whose arguments have tags of their own."""
+Called: TypeAlias = Callable[[Sequence[str], Mapping[str, Any]], str | None]
+
+
+def _caller(render: Render, form: ChatForm, said: str, goes_on: bool) -> Called | None:
+    """Return what renders calls with the same arguments, without what stands around any answer."""
     head, is_there, tail = said.partition(SAID)
 
     def called(names: Sequence[str], arguments: Mapping[str, Any]) -> str | None:
-        """Return what is written of calls with these arguments, without what stands around any answer."""
-        text = _text(render, form, [_calls(form, names, arguments)], goes_on)
+        text = _text(render, form, [calls_of(form, names, arguments)], goes_on)
         if text is None or CALL_ID in text or not text.startswith(head) or not text.endswith(tail):
             return None
         return text[len(head) : len(text) - len(tail)]
 
-    if not is_there or (found := find_argument_tags(lambda arguments: called(NAMES[:1], arguments), NAMES[0])) is None:
+    return called if is_there else None
+
+
+def _tagged(render: Render, form: ChatForm, said: str, goes_on: bool) -> CallForm | None:
+    """Return the form of calls whose arguments have tags of their own."""
+    called, head = _caller(render, form, said, goes_on), said.partition(SAID)[0]
+    if called is None or (found := find_argument_tags(partial(called, NAMES[:1]), NAMES[0])) is None:
         return None
-    other = find_argument_tags(lambda arguments: called(NAMES[1:], arguments), NAMES[1])
+    other = find_argument_tags(partial(called, NAMES[1:]), NAMES[1])
     if other != found or not found.before.strip():
         return None
+    joint = _between_calls(called, found.before, found.between, found.after, head)
+    return CallForm(found.before, found.between, found.after, joint, found.tags)
+
+
+def _python(render: Render, form: ChatForm, said: str, goes_on: bool) -> CallForm | None:
+    """Return the form of calls whose arguments are written as Python's."""
+    called, head = _caller(render, form, said, goes_on), said.partition(SAID)[0]
+    bare = None if called is None else called(NAMES[:1], {})
+    if called is None or bare is None or bare.count(NAMES[0]) != 1:
+        return None
+    before, _, behind = bare.partition(NAMES[0])
+    between, after = behind[:1], behind[1:]
+    if between != "(" or not after.startswith(")") or not before.strip():
+        return None
+    for arguments, written in PYTHONS:
+        if called(NAMES[:1], arguments) not in [f"{before}{NAMES[0]}({each}{after}" for each in written]:
+            return None
+    return CallForm(before, between, after, _between_calls(called, before, between, after, head), is_python=True)
+
+
+def _between_calls(called: Called, before: str, between: str, after: str, head: str) -> str | None:
+    """Return what stands between two calls without arguments; None if the template writes one alone."""
     two = called(NAMES, {})
-    before, between, after = found.before, found.between, found.after
-    joint = None
-    if two is not None and two.startswith(before + NAMES[0] + between) and two.endswith(NAMES[1] + between + after):
-        joint = two[len(before + NAMES[0] + between) : len(two) - len(NAMES[1] + between + after)]
-        joint = None if head.strip() and head.strip() in joint else joint  # each call is an answer of its own
-    return CallForm(before, between, after, joint, found.tags)
+    if two is None or not two.startswith(before + NAMES[0] + between) or not two.endswith(NAMES[1] + between + after):
+        return None
+    joint = two[len(before + NAMES[0] + between) : len(two) - len(NAMES[1] + between + after)]
+    return None if head.strip() and head.strip() in joint else joint  # each call is an answer of its own
 
 
 def _joint(found: tuple[str, str, str], said: str, called: str, is_numbered: bool) -> str | None:
@@ -236,13 +286,14 @@ def _words(form: ChatForm, words: str) -> Message:
     return {"role": "assistant", "content": content_of(form, words)}
 
 
-def _calls(
+def calls_of(
     form: ChatForm,
     names: Sequence[str],
     arguments: Mapping[str, Any] | None = None,
     is_numbered: bool = False,
     call_id: str = CALL_ID,
 ) -> Message:
+    """Return a message with calls of the tools with these names, as a template of this form reads it."""
     given: Any = {KEY: VALUE} if arguments is None else arguments
     given = given if form.tool_calls == "object" else json.dumps(given)
     nothing: Message = {}

@@ -11,7 +11,7 @@ otherwise be answered without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Literal, TypeAlias
 
@@ -32,7 +32,8 @@ ARGUMENTS: tuple[Arguments, ...] = ("object", "json")
 CONVERSATIONS = (("user",), ("system", "user"), ("user", "assistant", "user"), ("user", "assistant"))
 # Words of lowercase letters, which survive trimming and can be found whatever their case.
 WORD, LEAD, LEAK, KEY, VALUE, RESULT = "zqword", "zqlead", "zqleak", "zqkey", "zqvalue", "zqresult"
-TOOL = "zqtool"
+TOOL, OTHER = "zqtool", "zqother"
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the names of a message's reasoning; the first is standard
 CALL_ID = "zqcall001"  # nine letters and digits, which some templates require
 TOOLS: tuple[Message, ...] = (
     {
@@ -46,13 +47,17 @@ NOTHING: dict[Content, Any] = {"text": "", "parts": [], "part": [{"type": "text"
 SAID: dict[Content, str] = {"text": "text", "parts": "a list of parts", "part": "a list of one part"}
 
 
+LATER = ("several_calls", "thoughts_beside_text")  # fields that are kept only where they are false
+
+
 @dataclass(frozen=True)
 class ChatForm:
     """The form of messages that a template reads.
 
     content: a text, a list of parts, or a list of one part. tool_calls: how the arguments of a call are given, None
     where the template leaves calls out. The other fields: whether the template writes what a tool answered, calls of a
-    message that has a text too, which tools there are, messages of the roles system and developer.
+    message that has a text too, which tools there are, messages of the roles system and developer, all calls of a
+    message, and a message with calls, a text and reasoning.
     """
 
     content: Content = "text"
@@ -63,6 +68,13 @@ class ChatForm:
     tools: bool = True
     system: bool = True
     developer: bool = True
+    several_calls: bool = True
+    thoughts_beside_text: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form as an artifact holds it."""
+        found = asdict(self)
+        return {name: value for name, value in found.items() if name not in LATER or value is False}
 
     def __str__(self) -> str:
         """Return the form as `inferc inspect` shows it."""
@@ -79,6 +91,8 @@ class ChatForm:
             "system messages": not self.system,
             "developer messages": not self.developer and not self.system,
         }
+        if not self.several_calls:
+            content += ", calls of a message one by one"
         as_system = ", developer messages as system messages" if self.system and not self.developer else ""
         return content + "".join(f", no {what}" for what, is_lost in lost.items() if is_lost) + as_system
 
@@ -91,9 +105,9 @@ def form_of(value: Any) -> ChatForm:
         "tool_calls": (None, *ARGUMENTS),
         **dict.fromkeys(("tool_results", "calls_beside_text", "tools", "system", "developer"), (False, True)),
     }
-    if not isinstance(value, Mapping) or value.keys() != known.keys():
+    if not isinstance(value, Mapping) or value.keys() - set(LATER) != known.keys():
         raise ValueError(f"expected an object with {', '.join(known)}, found {value!r:.100}")
-    for name, choices in known.items():
+    for name, choices in (*known.items(), *((name, (False, True)) for name in LATER if name in value)):
         if not any(type(value[name]) is type(choice) and value[name] == choice for choice in choices):
             raise ValueError(f"{name} is {value[name]!r:.40}, expected one of {', '.join(map(repr, choices))}")
     return ChatForm(**value)
@@ -123,6 +137,8 @@ def find_form(render: Render) -> ChatForm | None:
         tools=_writes_tools(render, best),
         system=_writes_role(render, best, "system") is not False,
         developer=_writes_role(render, best, "developer") is True,
+        several_calls=_writes_all_calls(render, best, no_content, tool_calls),
+        thoughts_beside_text=_writes_thoughts_beside_text(render, best, no_content, tool_calls),
     )
 
 
@@ -205,6 +221,33 @@ def _writes_calls_beside_text(render: Render, content: Content, arguments: Argum
     return arguments is None or not texts or any(map(_has_call, texts))
 
 
+def _writes_all_calls(render: Render, content: Content, no_content: NoContent, arguments: Arguments | None) -> bool:
+    """Return whether all calls of a message arrive, or true where the template raises for two or leaves all out."""
+    calls = [_call(arguments or "object", value) for value in (VALUE, OTHER)]
+    text = _with_calls(render, content, {**_nothing(content, no_content), "tool_calls": calls})
+    return arguments is None or text is None or not _has_call(text) or OTHER in text
+
+
+def _writes_thoughts_beside_text(
+    render: Render, content: Content, no_content: NoContent, arguments: Arguments | None
+) -> bool:
+    """Return whether the template does not raise for a call beside a text and reasoning alone, and not for either."""
+    call: Message = {"tool_calls": [_call(arguments or "object")]}
+    thoughts: Message = dict.fromkeys(THOUGHTS, RESULT)
+    said: Message = {"content": _said(content, WORD)}
+    alone = [
+        _with_calls(render, content, {**each, **call}) for each in (said, {**_nothing(content, no_content), **thoughts})
+    ]
+    return None in alone or _with_calls(render, content, {**said, **thoughts, **call}) is not None
+
+
+def _with_calls(render: Render, content: Content, answer: Message) -> str | None:
+    """Return what is rendered of an answer with calls; None where the template raises with tools and without."""
+    messages: list[Message] = [{"role": "user", "content": _said(content, WORD)}, {"role": "assistant", **answer}]
+    found = [_rendered(render, messages, False, tools) for tools in (TOOLS, None)]
+    return next((text for text in found if text is not None), None)
+
+
 def _writes_tools(render: Render, content: Content) -> bool:
     text = _rendered(render, [{"role": "user", "content": _said(content, WORD)}], True, TOOLS)
     return text is None or TOOL in text
@@ -245,6 +288,6 @@ def _nothing(content: Content, no_content: NoContent) -> Message:
     return {"content": None if no_content == "none" else NOTHING[content]}
 
 
-def _call(arguments: Arguments) -> Message:
-    given = {KEY: VALUE} if arguments == "object" else f'{{"{KEY}": "{VALUE}"}}'
+def _call(arguments: Arguments, value: str = VALUE) -> Message:
+    given = {KEY: value} if arguments == "object" else f'{{"{KEY}": "{value}"}}'
     return {"id": CALL_ID, "type": "function", "function": {"name": TOOL, "arguments": given}}

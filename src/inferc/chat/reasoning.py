@@ -5,7 +5,8 @@ message's `reasoning_content` there, at least in the last answer; others cut it 
 end; some write the marker of its beginning at the end of a prompt, so that the model goes on within it. Conversations
 are rendered to see which of this a template does: markers are what stands around the thoughts.
 
-Markers that are made of several control tokens, as channels are (`<|channel|>analysis<|message|>`), are no such form.
+Markers that are made of several control tokens (`<|channel|>analysis<|message|>`) are the headers of messages in
+channels (inferc.chat.channels), if they can be told as such.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from os.path import commonprefix
 from typing import Any, TypeAlias
 
 from inferc.chat.calls import NEXT, SAID, USER, content_of
+from inferc.chat.channels import Channels, channels_of, find_channels
 from inferc.chat.form import ChatForm, Message
 
 # Renders messages, with or without the beginning of an answer, with variables; raises where the template does.
@@ -33,6 +35,7 @@ class ReasoningForm:
 
     - is_begun: a prompt without variables ends with `begin`.
     - switch: the variable of the template that turns reasoning on and off; off: what the prompt then has for it.
+    - channels: those in which the answer has its reasoning and its text, if each is a message of its own.
     """
 
     begin: str
@@ -40,6 +43,7 @@ class ReasoningForm:
     is_begun: bool = False
     switch: str | None = None
     off: str = ""
+    channels: Channels | None = None
 
     def __str__(self) -> str:
         """Return an example of reasoning, as `inferc inspect` shows it."""
@@ -70,13 +74,14 @@ class ReasoningForm:
         return self.end[len(self.end.rstrip()) :]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        return {name: value for name, value in found.items() if name != "channels" or value is not None}
 
 
 def reasoning_form_of(value: Any) -> ReasoningForm:
     """Return the form that an artifact holds; raise ValueError for what is none."""
     names = ("begin", "end", "is_begun", "switch", "off")
-    if not isinstance(value, Mapping) or value.keys() != set(names):
+    if not isinstance(value, Mapping) or value.keys() - {"channels"} != set(names):
         raise ValueError(f"expected an object with {', '.join(names)}, found {value!r:.100}")
     for name in names:
         is_right = isinstance(value[name], bool if name == "is_begun" else str)
@@ -85,7 +90,8 @@ def reasoning_form_of(value: Any) -> ReasoningForm:
             raise ValueError(f"{name} is {value[name]!r:.40}, expected {expected}")
     if not value["begin"].strip() or not value["end"].strip():
         raise ValueError("begin and end: expected texts that are not empty")
-    return ReasoningForm(**value)
+    channels = None if value.get("channels") is None else channels_of(value["channels"])
+    return ReasoningForm(**{**value, "channels": channels})
 
 
 def find_reasoning_form(
@@ -103,6 +109,8 @@ def find_reasoning_form(
     if found is None:
         return None
     begin, end = found
+    if (channels := find_channels(begin, end, control_tokens)) is not None:
+        return ReasoningForm(channels.begin, channels.turn, channels=channels)
     opening, closing = begin.strip(), end.strip()
     has_control = any(name in each and name != each for each in (opening, closing) for name in control_tokens)
     if has_control or (opening in control_tokens) != (closing in control_tokens):

@@ -24,14 +24,17 @@ from inferc.cli.common import (
     Pin,
     Policy,
     PrefixCache,
+    ReasoningFormat,
     SpecialTokensInText,
     Speculate,
     SpeculateTokens,
     StructuredOutputsBackend,
     Threads,
+    ToolFormat,
     TrustedKeys,
     engine_options,
     fail,
+    form_options,
     listed,
     name_of,
     print_json,
@@ -58,6 +61,8 @@ OF_AN_ENGINE = (
     "speculate",
     "speculate_tokens",
     "structured_outputs_backend",
+    "tool_format",
+    "reasoning_format",
     "adapter",
     "policy",
     "trusted_keys",
@@ -141,6 +146,8 @@ def batch(
     speculate: Speculate = "none",
     speculate_tokens: SpeculateTokens = 15,
     structured_outputs_backend: StructuredOutputsBackend = "auto",
+    tool_format: ToolFormat = None,
+    reasoning_format: ReasoningFormat = None,
     adapter: OneAdapter = None,
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
@@ -177,7 +184,7 @@ def batch(
         structured_outputs_backend=structured_outputs_backend,
         adapters=listed(adapter),
     )
-    options["special_tokens_in_text"] = special_tokens_in_text
+    options |= {"special_tokens_in_text": special_tokens_in_text, **form_options(tool_format, reasoning_format)}
     _check_options(ctx, engine, endpoint)
     with progress("check") as report, BatchInput(source, report) as requests:
         if out.exists() and out.samefile(source):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 import typer
 from typer.core import TyperCommand
 
+from inferc.chat.named_forms import CALLS, REASONING, check_names
 from inferc.errors import ConfigError, InfercError, RequestError
 
 if TYPE_CHECKING:
@@ -157,6 +158,24 @@ SpecialTokensInText = Annotated[
         metavar="allow|refuse|escape",
         help="What to do if a prompt or message contains the text of a control token such as <|im_end|>: allow treats"
         " it as the token, refuse rejects the request, escape treats it as plain text.",
+    ),
+]
+ToolFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--tool-format",
+        "--tool-call-parser",
+        metavar="NAME",
+        help=f"How the model writes calls of tools, if not as its chat template does: {', '.join(CALLS)}.",
+    ),
+]
+ReasoningFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--reasoning-format",
+        "--reasoning-parser",
+        metavar="NAME",
+        help=f"How the model writes reasoning, if not as its chat template does: {', '.join(REASONING)}.",
     ),
 ]
 Policy = Annotated[
@@ -407,6 +426,12 @@ def name_of(adapter: str | None) -> str:
     from inferc.runtime.adapters.store import parse_adapters
 
     return next(iter(parse_adapters(listed(adapter))), "")
+
+
+def form_options(tool_format: str | None, reasoning_format: str | None) -> dict[str, Any]:
+    """Return the fields of EngineConfig that name forms of calls and reasoning. Raises ConfigError for unknown ones."""
+    check_names(tool_format, reasoning_format)
+    return {"tool_format": tool_format, "reasoning_format": reasoning_format}
 
 
 def engine_options(

@@ -24,6 +24,7 @@ from inferc.cli.common import (
     OutOrModel,
     Policy,
     PrefixCache,
+    ReasoningFormat,
     Record,
     SpecialTokensInText,
     Speculate,
@@ -35,6 +36,7 @@ from inferc.cli.common import (
     TrustedKeys,
     decode_utf8,
     engine_options,
+    form_options,
     listed,
     name_of,
     print_json,
@@ -422,6 +424,7 @@ def chat(
     kv_memory: KVMemory = "auto",
     deterministic: Deterministic = False,
     special_tokens_in_text: SpecialTokensInText = "allow",
+    reasoning_format: ReasoningFormat = None,
     speculate: Speculate = "none",
     speculate_tokens: SpeculateTokens = 15,
     adapter: OneAdapter = None,
@@ -444,6 +447,7 @@ def chat(
     start = [{"role": "system", "content": system}] if system else []
     options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic, trusted_keys=trusted_keys)
     options |= {"speculate": speculate, "speculate_tokens": speculate_tokens, "adapters": listed(adapter)}
+    options |= form_options(None, reasoning_format)
     asked |= {"adapter": name_of(adapter)}
     with LLM(out, special_tokens_in_text=special_tokens_in_text, **options) as llm:
         if not llm.text.has_chat_template:

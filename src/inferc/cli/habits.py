@@ -20,11 +20,6 @@ AT_COMPILE = {
     "--certify full": ("--certify",),
     "--allow-drift": ("--allow-drift",),
 }
-# Options that name a form, which is found when a model is compiled.
-FORMS = {
-    "--tool-format NAME": ("--tool-format", "--tool-call-parser"),
-    "--reasoning-format NAME": ("--reasoning-format", "--reasoning-parser"),
-}
 ARTIFACT = "give the artifact as an argument: inferc serve OUT"
 KV_MEMORY = "say how large the KV cache may be: inferc serve OUT --kv-memory BYTES, for example 2GiB"
 SPECULATE = (
@@ -35,7 +30,7 @@ DRAFTING = ("--speculative-config", "--speculative-algorithm", "--num-speculativ
 OF_LLAMA_CPP = ("--draft", "--draft-max", "--draft-n", "-md", "--model-draft", "--spec-type", "-lcd", "--lookup-cache")
 LORA = "a LoRA adapter is --adapter NAME=PATH, the folder that PEFT saved it to"
 NAME = "give a model's name before its artifact: inferc serve NAME=OUT"
-PARSERS = "how a model writes calls and reasoning is found at compile (inferc inspect OUT shows it); leave it out"
+PARSERS = "calls are read as the chat template has them, or as --tool-format says (inferc inspect OUT); leave it out"
 PORTS = "there are two ports: inferc serve OUT --http-port PORT for OpenAI's interface, --grpc-port PORT for gRPC"
 OF_SERVERS = {
     **{
@@ -52,11 +47,6 @@ OF_SERVERS = {
         ("--lora", "--lora-scaled", "--lora-paths"), "a LoRA adapter is --adapter NAME=PATH, as PEFT saved it"
     ),
     **dict.fromkeys(("--max-loras", "--max-cpu-loras"), "255 adapters may be loaded at a time; leave it out"),
-    **{
-        option: f"{PARSERS}, or name another one there: inferc compile MODEL -o OUT {ours}"
-        for ours, options in FORMS.items()
-        for option in options
-    },
     **dict.fromkeys(("--enable-auto-tool-choice", "--jinja"), PARSERS),
     "--port": PORTS,
     "--api-key": "keys are in a file: inferc keys create FILE NAME, then inferc serve OUT --api-keys FILE",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inferc.chat.named_forms import CALLS, REASONING
 from inferc.cli.batch import batch
 from inferc.cli.bench import bench_app
 from inferc.cli.cache import cache_app
@@ -25,7 +24,9 @@ from inferc.cli.common import (
     MaxBatchedTokens,
     OutOrModel,
     OutputError,
+    ReasoningFormat,
     Threads,
+    ToolFormat,
     command,
     decode_utf8,
     engine,
@@ -223,24 +224,8 @@ def compile_model(
             " load with --adapter NAME=PATH. 0: none.",
         ),
     ] = 0,
-    tool_format: Annotated[
-        str | None,
-        typer.Option(
-            "--tool-format",
-            "--tool-call-parser",
-            metavar="NAME",
-            help=f"How the model writes calls of tools, if not as its chat template does: {', '.join(CALLS)}.",
-        ),
-    ] = None,
-    reasoning_format: Annotated[
-        str | None,
-        typer.Option(
-            "--reasoning-format",
-            "--reasoning-parser",
-            metavar="NAME",
-            help=f"How the model writes reasoning, if not as its chat template does: {', '.join(REASONING)}.",
-        ),
-    ] = None,
+    tool_format: ToolFormat = None,
+    reasoning_format: ReasoningFormat = None,
     add_target: Annotated[
         bool,
         typer.Option(

@@ -25,6 +25,7 @@ from inferc.cli.common import (
     Pin,
     Policy,
     PrefixCache,
+    ReasoningFormat,
     Record,
     SpecialTokensInText,
     Speculate,
@@ -33,8 +34,10 @@ from inferc.cli.common import (
     Tap,
     TbtMs,
     Threads,
+    ToolFormat,
     TrustedKeys,
     engine_options,
+    form_options,
     print_json,
     say,
 )
@@ -111,6 +114,8 @@ def serve(
         ),
     ] = None,
     structured_outputs_backend: StructuredOutputsBackend = "auto",
+    tool_format: ToolFormat = None,
+    reasoning_format: ReasoningFormat = None,
     trusted_keys: TrustedKeys = None,
     max_awake: Annotated[
         int | None,
@@ -367,6 +372,7 @@ def serve(
         adapters=adapter,
         structured_outputs_backend=structured_outputs_backend,
     )
+    options |= form_options(tool_format, reasoning_format)
     if print_config:
         say(resolved(context))
         return 0

@@ -35,6 +35,8 @@ def chat_of(messages: Sequence[Any], tools: Tools | None = None, options: Mappin
         fields["chat_template_kwargs"] = json.dumps(variables)
     if tools is None:
         return pb.Chat(messages=made, **fields)
+    if tools.allowed is not None:
+        raise RequestError("tool_choice: allowed_tools is not sent over gRPC; send these tools alone")
     return pb.Chat(
         messages=made,
         **fields,

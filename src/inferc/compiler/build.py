@@ -23,6 +23,7 @@ import torch
 from inferc.backends.backend import Backend, EarlyBackend, Output, Written, open_backend
 from inferc.backends.lower import LowerConfig, build_pipeline, lower
 from inferc.backends.partition import RankProgram, Ranks, lower_ranks, partition, prepare
+from inferc.chat.named_forms import check_names
 from inferc.codegen.artifact_writer import ArtifactWriter, program_entry
 from inferc.codegen.folder import OutputFolder
 from inferc.codegen.select import kernel_named
@@ -44,7 +45,6 @@ from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
 from inferc.frontend.export import context_length
 from inferc.frontend.heads.load import load_head
 from inferc.frontend.text.generation import eos_token_ids, generation_defaults
-from inferc.frontend.text.named_forms import check_names
 from inferc.frontend.text.pooling import pooling
 from inferc.frontend.text.text_files import tokenizer_files
 from inferc.ir import program as program_lib

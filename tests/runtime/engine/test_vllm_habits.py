@@ -198,6 +198,13 @@ def test_its_speculation_is_ours(given: Any, found: dict[str, Any]) -> None:
     assert keywords.engine_options({"speculative_config": given}) == found
 
 
+def test_its_parsers_are_our_forms() -> None:
+    assert keywords.engine_options({"reasoning_parser": "", "tool_call_parser": "hermes"}) == {
+        "reasoning_format": None,
+        "tool_format": "hermes",
+    }
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

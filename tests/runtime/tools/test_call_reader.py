@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import pytest
 from schema_walks import MARKS, Walker
 
+from inferc import StructuredOutputs
 from inferc.chat.argument_tags import ArgumentTags
 from inferc.chat.calls import ID, NUMBER, CallForm
 from inferc.config import GrammarBackend
@@ -18,7 +20,8 @@ from inferc.errors import RequestError
 from inferc.runtime.tools.answer_calls import AnswerCalls
 from inferc.runtime.tools.arguments import MAX_NAME, MAX_VALUE
 from inferc.runtime.tools.call_reader import Call, CallPart, CallReader, Said, read_calls
-from inferc.runtime.tools.tools import Choice, Tools
+from inferc.runtime.tools.choices import Choice
+from inferc.runtime.tools.tools import Tools
 
 A, B, C, D, E = list(MARKS.values())[:5]  # control tokens
 FORMS = {
@@ -61,6 +64,8 @@ FORMS = {
     "with an id at the end": CallForm(
         f'{A} [{{"name": "', '", "arguments": ', f', "id": "{ID}"}}]', f', "id": "{ID}"}}, {{"name": "', ids="written"
     ),
+    "as Python's, in lines": CallForm("<calls>", "(", ")</calls>", ")\n", is_python=True),
+    "as Python's, in a list": CallForm(f"{A}[", "(", f")]{B}", "), ", is_python=True),
     "text before a control token": CallForm("<calls>" + A, B, "</calls>", f"{C}{A}"),
 }
 FUNCTIONS: dict[str, dict[str, Any]] = {
@@ -102,6 +107,8 @@ def written(form: CallForm, calls: list[tuple[str, str]]) -> str:
 
 def arguments_of(form: CallForm, arguments: str) -> str:
     """Return arguments, given as JSON, as the form has them."""
+    if form.is_python:
+        return ", ".join(f"{name}={json.dumps(value)}" for name, value in json.loads(arguments).items())
     if (tags := form.arguments) is None:
         return arguments
     found = ""
@@ -353,3 +360,75 @@ def test_control_tokens_outside_of_calls_are_no_text() -> None:
     form = FORMS["control tokens"]
     found = read_calls(calls_of(form), f"a{C}b {B} c")
     assert (found.text, found.calls) == ("ab  c", [])
+
+
+FORM = StructuredOutputs(json=json.dumps({"enum": ["<f=now>{}</f>", {"a": 1}]}), label="response_format")
+
+
+@pytest.mark.parametrize("library", get_args(GrammarBackend))
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.before[0] not in '{["'])
+def test_calls_stand_beside_a_form(name: str, library: GrammarBackend) -> None:
+    form = FORMS[name]
+    if library != "xgrammar" and form.arguments is not None:
+        return  # refused by name, as without a form beside them
+    calls, tools = replace(calls_of(form), is_first=True), Tools(FUNCTIONS)
+    tries = [written(form, [("now", NOW)])]
+    walker = Walker(tools.held_to(calls, FORM), library, has_controls=bool(calls.marks), tries=tries)
+    called = written(form, [("get_weather", WEATHER), ("now", NOW)][: 1 if form.joint is None else 2])
+    assert walker.admits(called) and not walker.admits("Hello.") and not walker.admits("So: " + called)
+    for text in ('"<f=now>{}</f>"', '{"a": 1}'):
+        assert walker.admits(text) and not walker.admits(text + called)
+    seen = set()
+    for seed in range(25):
+        if (answer := walker.document(seed)) is not None:
+            said = read_calls(calls, answer)
+            assert (said.text == "") == bool(said.calls) and not said.is_cut
+            assert said.calls or json.loads(said.text) in ("<f=now>{}</f>", {"a": 1})
+            for call in said.calls:
+                jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+            seen.add(bool(said.calls))
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("bare", FORM),
+        ("list", FORM),
+        ("tagged", StructuredOutputs(regex="<.*", label="response_format")),
+        ("numbered", StructuredOutputs(structural_tag={"format": {"type": "any_text"}}, label="response_format")),  # type: ignore[arg-type]
+        ("numbered", StructuredOutputs(grammar='start: "a"', label="response_format")),
+    ],
+)
+def test_a_form_that_calls_cannot_be_told_from_is_refused(name: str, wanted: StructuredOutputs) -> None:
+    with pytest.raises(RequestError, match="tools: response_format gives the answer a form, too, from which this"):
+        Tools(FUNCTIONS).held_to(calls_of(FORMS[name]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "right", "wrong"),
+    [
+        (StructuredOutputs(regex="a+"), "aa", "b"),
+        (StructuredOutputs(choice=("yes", "no")), "no", "n"),
+        (StructuredOutputs(grammar='root ::= "x" | "y"'), "y", "xy"),
+        (StructuredOutputs(json_object=True), '{"b": [1]}', "[]"),
+        (StructuredOutputs(json='{"type": "array"}'), '[1, {"a": 2}]', "5"),
+    ],
+)
+def test_control_tokens_are_told_from_any_form(wanted: StructuredOutputs, right: str, wrong: str) -> None:
+    form = FORMS["numbered"]
+    walker = Walker(Tools(FUNCTIONS).held_to(calls_of(form), wanted), has_controls=True)
+    assert walker.admits(right) and not walker.admits(wrong) and walker.admits(written(form, [("now", NOW)]))
+
+
+def test_json_on_one_line_is_refused_beside_calls() -> None:
+    wanted = StructuredOutputs(json="true", disable_any_whitespace=True)
+    with pytest.raises(RequestError, match="structured_outputs.json: disable_any_whitespace is not built beside tools"):
+        Tools(FUNCTIONS).held_to(calls_of(FORMS["tagged"]), wanted)
+
+
+def test_only_allowed_tools_are_called() -> None:
+    for choice in get_args(Choice)[1:]:
+        walker = walker_of(FORMS["tagged"], Tools(FUNCTIONS, choice, allowed=("now",)))
+        assert walker.admits(written(FORMS["tagged"], [("now", NOW)]))
+        assert not walker.admits(written(FORMS["tagged"], [("get_weather", WEATHER)]))

@@ -10,6 +10,10 @@ from inferc import RequestError
 from inferc.runtime.tools.tools import Tools, tools_of
 
 
+def allowed(*names: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"tools": [tool(name) for name in names], **fields}}
+
+
 def tool(name: Any = "f", **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
 
@@ -29,6 +33,14 @@ def tool(name: Any = "f", **fields: Any) -> dict[str, Any]:
         (
             {"tools": [tool(strict=True)], "tool_choice": {"type": "function", "function": {"name": "f"}}},
             Tools({"f": {"name": "f", "strict": True}}, "required", "f"),
+        ),
+        (
+            {"tools": [tool(), tool("g")], "tool_choice": allowed("g", "g")},
+            Tools({"f": {"name": "f"}, "g": {"name": "g"}}, allowed=("g",)),
+        ),
+        (
+            {"tools": [tool(), tool("g")], "tool_choice": allowed("g", "f", mode="required")},
+            Tools({"f": {"name": "f"}, "g": {"name": "g"}}, "required", allowed=("g", "f")),
         ),
     ],
 )
@@ -54,6 +66,20 @@ def test_tools_of_a_body(body: dict[str, Any], expected: Tools | None) -> None:
         (
             {"tools": [tool("get_time")], "tool_choice": {"type": "function", "function": {"name": "get_tim"}}},
             'tool_choice: there is no tool "get_tim"; did you mean get_time?',
+        ),
+        ({"tools": [tool()], "tool_choice": allowed("g")}, 'tool_choice: there is no tool "g"'),
+        (
+            {"tools": [tool()], "tool_choice": allowed()},
+            r"tool_choice.allowed_tools.tools: expected a list of at least",
+        ),
+        (
+            {"tools": [tool()], "tool_choice": allowed("f", mode="none")},
+            r'allowed_tools.mode is "none"; expected auto or',
+        ),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "expected an object with a mode and tools"),
+        (
+            {"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"name": "f"}]}}},
+            r"allowed_tools.tools\[0\]: expected an object of the type function with a function with a name",
         ),
     ],
 )

@@ -151,10 +151,13 @@ def test_a_call_that_was_cut_is_no_block(tooled: Server) -> None:
     assert found[-2]["delta"]["stop_reason"] == "max_tokens" and found[-3]["type"] == "content_block_stop"
 
 
-def test_a_form_beside_tools_is_refused(tooled: Server) -> None:
+def test_an_answer_is_a_call_or_of_a_form(tooled: Server) -> None:
     form = {"output_config": {"format": {"type": "json_schema", "schema": WEATHER}}}
-    found = error(request(tooled.url, MESSAGES, {**SAMPLED, **form}))
-    assert "tools: output_config.format.schema gives the answer a form, too" in found["message"]
+    for seed in range(4):
+        (block, *others) = request(tooled.url, MESSAGES, {**SAMPLED, **form, "seed": seed, "max_tokens": 150}).json[
+            "content"
+        ]
+        assert block["type"] == "tool_use" or (not others and json.loads(block["text"]).keys() == {"city", "days"})
 
 
 def test_without_a_choice_to_call_there_is_text(tooled: Server) -> None:

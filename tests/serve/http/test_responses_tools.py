@@ -143,7 +143,11 @@ def test_histories_have_calls_and_results() -> None:
         ({"tool_choice": "any"}, 'tool_choice is "any"; known', "tool_choice"),
         ({"tool_choice": {"type": "web_search"}}, 'tool_choice is {"type": "web_search"}; expected', "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "a"}}, 'tool_choice: there is no tool "a"', "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "tools: text.format gives the answer a form, too", "tools"),
+        (
+            {"tool_choice": {"type": "allowed_tools"}},
+            "tool_choice.tools: expected a list of at least one",
+            "tool_choice",
+        ),
         (
             {"include": ["message.output_text.logprobs"]},
             "include: message.output_text.logprobs is not built",
