@@ -18,6 +18,7 @@ import torch
 from inferc.errors import ArtifactError, UnsupportedError
 from inferc.frontend.checkpoint import unreadable
 from inferc.frontend.checkpoint.load import Checkpoint
+from inferc.frontend.checkpoint.mtp_layers import mtp_layers
 from inferc.frontend.checkpoint.safetensors import TensorSpec
 from inferc.ir import weights as weight_lib
 from inferc.ir.program import dtype_name
@@ -78,7 +79,8 @@ def _convert(model: Any, tensors: dict[str, TensorSpec], specs: dict[str, Any]) 
         rename_source_key,
     )
 
-    mapping = get_model_conversion_mapping(model)
+    own = getattr(model, "weight_conversions", None)  # of heads
+    mapping = get_model_conversion_mapping(model) if own is None else own()
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
@@ -273,10 +275,13 @@ def _check(model: Any, specs: dict[str, Any], binding: Binding, unused: list[str
                 f" {list(expected)}; config and weights are of different models"
             )
     ignorable = _any_of(getattr(model, "_keys_to_ignore_on_load_unexpected", None), *_old_buffers(model))
+    of_mtp = {name for layer in mtp_layers(checkpoint.config, unused) for name in layer}
     binding.ignored = [
         name
         for name in unused
-        if (ignorable and ignorable.search(name)) or unreadable.is_old_mask(name, checkpoint.tensors[name][0])
+        if (ignorable and ignorable.search(name))
+        or name in of_mtp
+        or unreadable.is_old_mask(name, checkpoint.tensors[name][0])
     ]
     others = [name for name in unused if unreadable.OTHER_HEAD.search(name) and name not in binding.ignored]
     if others:

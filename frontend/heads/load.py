@@ -67,7 +67,7 @@ def load_head(path: str | Path, model: str | Path) -> Checkpoint:
         tensors.pop(name, None)
     for name in (EMBEDDING, LM_HEAD) if token_ids is None else (EMBEDDING,):
         if name not in tensors:
-            theirs = _embedding(program, of) if name == EMBEDDING else _lm_head(program, of)
+            theirs = embedding_of(program, of) if name == EMBEDDING else lm_head_of(program, of)
             tensors[name], places[name] = of.tensors[theirs], (of.reader, theirs)
     with uncollected():  # it imports transformers' Llama
         from inferc.frontend.heads.eagle3 import OWN, OWN_NORMED, Eagle3Head
@@ -179,14 +179,15 @@ def _token_ids(tensors: Mapping[str, TensorSpec], reader: TensorReader, config: 
     return ids.int()
 
 
-def _embedding(program: Program, of: Checkpoint) -> str:
+def embedding_of(program: Program, of: Checkpoint) -> str:
     """Return the name of the model's embedding in its checkpoint."""
     token_ids = program.input("token_ids")
     found = [node.args[0] for node in token_ids.users if node.target == torch.ops.aten.embedding.default]
     return _tensor(program, found[0] if found else None, of, EMBEDDING)
 
 
-def _lm_head(program: Program, of: Checkpoint) -> str:
+def lm_head_of(program: Program, of: Checkpoint) -> str:
+    """Return the name of the model's LM head in its checkpoint."""
     (logits,) = program.output().all_input_nodes
     is_product = logits.target == torch.ops.aten.linear.default
     return _tensor(program, logits.args[1] if is_product else None, of, LM_HEAD)

@@ -2,7 +2,8 @@
 
 The selection starts in front of the output and moves up through every op that works row by row, so that the last
 layer's projections, experts and norm run on [num_rows, …] and not on [num_tokens, …]. A prefill samples one row per
-sequence, whatever its length.
+sequence, whatever its length. Where another program reads what the LM head does, of every token, only the LM head runs
+on the selected rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from inferc.ir.program import Program, target_name
+from inferc.ir.program import Program, ancestors, target_name
 from inferc.passes.rewrite import infer_type, infer_types, no_rewrite
 
 aten, inferc = torch.ops.aten, torch.ops.inferc
@@ -52,6 +53,9 @@ ROW_WISE = frozenset(
 
 @dataclass(frozen=True)
 class SelectRows:
+    """The pass; see the module. head_only: whether all that the LM head reads stays on the rows of all tokens."""
+
+    head_only: bool = False
     name: str = "select_rows"
 
     def __call__(self, program: Program) -> int:
@@ -60,6 +64,9 @@ class SelectRows:
         if rows is None or selected:
             return 0
         region = _region(program)
+        if self.head_only:
+            head = next(node for node in reversed(program.graph.nodes) if node.target == aten.linear.default)
+            region -= ancestors(head.all_input_nodes)
         count = _select(program, rows, region)
         infer_types(program, [node for node in program.graph.nodes if node in region])
         return count

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from inferc.config import EngineConfig
-from inferc.manifest import CERTIFICATE, TENSORRT_LAYERS, TENSORRT_PLAN, segment_plan
+from inferc.manifest import CERTIFICATE, MANIFEST, MTP, TENSORRT_LAYERS, TENSORRT_PLAN, Head, segment_plan
 from inferc.manifest_types import Config, KernelRow, KvGroup, Model, PassRow, PlanProfile, PlanRow, Tensorrt
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.signature import SignatureFacts, signature_facts
@@ -68,6 +68,7 @@ class TensorrtFacts(Struct, frozen=True, omit_defaults=True):
 class Inspection(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The facts about an artifact, in the order in which `inferc inspect --json` prints them.
 
+    mtp: the facts about the MTP layer that is in the artifact, or None without one.
     adapters: the largest rank of LoRA adapters and the places of a step that they may add to, or None without room.
     chat: the form in which the chat template reads messages (inferc.chat.form), or None without a template. calls: the
     form in which the model writes calls of tools (inferc.chat.calls), reasoning: that of its reasoning
@@ -88,6 +89,7 @@ class Inspection(Struct, frozen=True, omit_defaults=True, kw_only=True):
     cubins: dict[str, str]
     programs: list[RankFacts]
     model: Model
+    mtp: Head | None = None
     adapters: dict[str, int] | None = None
     chat: dict[str, Any] | None
     calls: dict[str, Any] | None = None
@@ -133,6 +135,7 @@ def inspect_artifact(path: str | os.PathLike[str]) -> Inspection:
         cubins=artifact.entry.cubins,
         programs=[_rank_facts(rank, arena_bytes(rank)) for rank in artifact.ranks],
         model=manifest.model,
+        mtp=_mtp_facts(artifact),
         adapters=_room_for_adapters(artifact),
         chat=_chat_facts(artifact, "form"),
         calls=_chat_facts(artifact, "calls"),
@@ -144,6 +147,13 @@ def inspect_artifact(path: str | os.PathLike[str]) -> Inspection:
         certificate=artifact.read_json(CERTIFICATE) if CERTIFICATE in manifest.files else None,
         stored=artifact.manifest_json(),
     )
+
+
+def _mtp_facts(artifact: Artifact) -> Head | None:
+    name = f"{MTP}/{MANIFEST}"
+    if name not in artifact.manifest.files:
+        return None
+    return msgspec.convert(artifact.read_json(name)["model"]["head"], Head)
 
 
 def _room_for_adapters(artifact: Artifact) -> dict[str, int] | None:

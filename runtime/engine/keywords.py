@@ -163,13 +163,13 @@ def _speculate(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping) and config.get("model") and method in (None, "draft_model", "eagle3"):
         kind = "eagle3" if method == "eagle3" else "draft"
         method, known = f"{kind}:{config['model']}", {"method", "model", "num_speculative_tokens"}
-    elif method in ("ngram", "suffix"):
-        method = "ngram" if method == "ngram" else "ngram:shared"
+    elif method in ("ngram", "suffix", "mtp"):
+        method = "ngram:shared" if method == "suffix" else method
         known = {"method", "num_speculative_tokens"}
     else:
         raise ConfigError(
-            f"speculative_config is {shown(config)}; expected the method ngram or suffix, or eagle3 with its head, or"
-            " the model that drafts: others are not built yet"
+            f"speculative_config is {shown(config)}; expected the method ngram, suffix or mtp, or eagle3 with its"
+            " head, or the model that drafts: others are not built yet"
         )
     if unknown := config.keys() - known:
         raise ConfigError(

@@ -19,7 +19,7 @@ from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.combinations import check_options, refusal
 from inferc.runtime.engine.engine import Engine, ModelLimits
 from inferc.runtime.engine.scoring import Pooling
-from inferc.runtime.engine.speculative import DraftModel, make_speculation
+from inferc.runtime.engine.speculative import DraftModel, make_speculation, of_head
 from inferc.runtime.grammar.backend import choose_backend
 from inferc.runtime.grammar.compiler import GrammarCompiler
 from inferc.runtime.grammar.grammars import Grammars
@@ -71,10 +71,7 @@ def load_engine(
         )
     target = target or artifact.manifest.targets[0]
     if (head := artifact.model.head) is not None:
-        raise ConfigError(
-            f"{artifact.path} is a head that drafts for another model; run that one with --speculate"
-            f" {head.kind}:{artifact.path}"
-        )
+        raise ConfigError(f"{artifact.path} is {of_head(artifact, head)}")
     config = from_dict(EngineConfig, options)
     factory: RunnerFactory = find_spec(target).find_runner()
     can = factory.capabilities(artifact)
@@ -86,7 +83,7 @@ def load_engine(
     groups = _groups(artifact, target, config, can, chunked_prefill)
     nodes = choose_nodes(artifact.program, config.tap) if config.tap else ()
     draft = beside = None
-    if Speculate.parse(config.speculate).path:
+    if Speculate.parse(config.speculate).has_runner:
         draft = DraftModel(config, artifact, target, groups)
         config, beside = draft.reduced(config, groups), draft.request()
         if draft.artifact.model.head is not None:

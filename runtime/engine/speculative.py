@@ -14,7 +14,7 @@ import numpy as np
 from inferc.config import EngineConfig, Speculate
 from inferc.errors import ArtifactError, ConfigError
 from inferc.kv_groups import CacheGroup, CacheLimits, cache_groups, shared_part
-from inferc.manifest import HEAD_IDS, Head
+from inferc.manifest import HEAD_IDS, MANIFEST, MTP, Head
 from inferc.runtime.artifact.files import AGAIN
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.combinations import may_draft
@@ -47,8 +47,10 @@ class DraftModel:
         """
         self.option = f"--speculate {config.speculate}"
         wanted = Speculate.parse(config.speculate)
-        path = Path(wanted.path)
-        self.artifact = load_artifact(path, target=target, trusted_keys=config.trusted_keys)
+        if wanted.method == "mtp":
+            self.artifact = mtp_of(artifact, target)
+        else:
+            self.artifact = load_artifact(Path(wanted.path), target=target, trusted_keys=config.trusted_keys)
         self.target, self._config = target, config
         self.groups = tuple(CacheGroup(group.bytes_per_token) for group in cache_groups(self.artifact.whole_kv_groups))
         self._check_kind(wanted.method)
@@ -62,6 +64,8 @@ class DraftModel:
     def _check_kind(self, method: str) -> None:
         head = self.artifact.model.head
         if (found := "draft" if head is None else head.kind) != method:
+            if head is not None and head.kind == "mtp":
+                raise ConfigError(f"{self.option}: {self.artifact.path} is {of_head(self.artifact, head)}")
             what = "a model of its own" if head is None else f"an {found} head"
             raise ConfigError(f"{self.option}: {self.artifact.path} is {what}; give --speculate {found}:PATH")
 
@@ -174,6 +178,27 @@ class DraftModel:
                 f" a vocabulary of {artifact.vocab_size}; {AGAIN}"
             )
         return ids
+
+
+def mtp_of(artifact: Artifact, target: str | None = None) -> Artifact:
+    """Return the MTP layer in an artifact; raise ConfigError for an artifact without.
+
+    Its files are among the artifact's own, by whose digests and signature they were checked.
+    """
+    name = f"{MTP}/{MANIFEST}"
+    if name not in artifact.manifest.files:
+        raise ConfigError(
+            f"--speculate mtp: {artifact.path} has no MTP layers; compile the model with --mtp, if its checkpoint has"
+            " them"
+        )
+    return load_artifact(artifact.path / MTP, target=target, manifest_sha256=artifact.read_json(name)["sha256"])
+
+
+def of_head(artifact: Artifact, head: Head) -> str:
+    """Return text that says for whom a head drafts and how to run it."""
+    if head.kind == "mtp":
+        return f"the MTP layer of a model; run {artifact.path.parent} with --speculate mtp"
+    return f"a head that drafts for another model; run that one with --speculate {head.kind}:{artifact.path}"
 
 
 def make_speculation(

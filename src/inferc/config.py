@@ -198,7 +198,7 @@ class ResolvedCompileConfig:
     adapter_rank: int
 
 
-DraftMethod: TypeAlias = Literal["none", "ngram", "draft", "eagle3"]
+DraftMethod: TypeAlias = Literal["none", "ngram", "draft", "eagle3", "mtp"]
 MOST_DRAFTED = 63  # tokens of a sequence in a step
 
 
@@ -206,27 +206,34 @@ MOST_DRAFTED = 63  # tokens of a sequence in a step
 class Speculate:
     """The choice of what drafts tokens: nothing, what followed the last tokens before, a smaller model, or a head.
 
-    path: the artifact of the smaller model or of the head; empty for the other methods. is_shared: what followed is
-    looked for in the answers of earlier requests, too.
+    path: the artifact of the smaller model or of the head; empty for the other methods, and for MTP layers, which are
+    in the model's own artifact. is_shared: what followed is looked for in the answers of earlier requests, too.
     """
 
     method: DraftMethod = "none"
     path: str = ""
     is_shared: bool = False
 
+    @property
+    def has_runner(self) -> bool:
+        """Return whether what drafts is compiled, and runs steps of its own."""
+        return self.method in ("draft", "eagle3", "mtp")
+
     @staticmethod
     def parse(text: str) -> Speculate:
-        """Parse `none`, `ngram`, `ngram:shared`, `draft:PATH` or `eagle3:PATH`; raise ConfigError for other texts."""
+        """Parse `none`, `ngram[:shared]`, `mtp`, `draft:PATH` or `eagle3:PATH`; raise ConfigError for other texts."""
         method, _, path = text.partition(":")
         if method in ("draft", "eagle3") and path:
             return Speculate(method, path)  # type: ignore[arg-type]
-        if text in ("none", "ngram"):
+        if text in ("none", "ngram", "mtp"):
             return Speculate(text)  # type: ignore[arg-type]
         if text == "ngram:shared":
             return Speculate("ngram", is_shared=True)
-        why = f": {method} is not built yet" if method in ("mtp", "eagle", "medusa") else ""
+        why = f": {method} is not built yet" if method in ("eagle", "medusa") else ""
         why = ": suffix decoding is ngram:shared here" if method == "suffix" else why
-        raise ConfigError(f"speculate is {text!r}{why}, expected none, ngram, ngram:shared, draft:PATH or eagle3:PATH")
+        raise ConfigError(
+            f"speculate is {text!r}{why}, expected none, ngram, ngram:shared, mtp, draft:PATH or eagle3:PATH"
+        )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 FORMAT_VERSION = 2
 MANIFEST = "engine.json"
 PROGRAM = "program.json"  # the program's file in an artifact with one program; with several ranks, each has its own
+MTP = "mtp"  # the folder of the model's MTP layers: an artifact of a head, whose files are among those of the artifact
 HEAD_IDS = "head/token_ids.bin"  # i32, the ids of the tokens that a head drafts, if they are not all
 ONNX_MODEL = "model.onnx"
 TENSORRT_PLAN = "tensorrt/engine.plan"
@@ -59,7 +60,7 @@ class Head(Struct, frozen=True):
     num_logits: how many of the model's tokens it can draft.
     """
 
-    kind: Literal["eagle3"]
+    kind: Literal["eagle3", "mtp"]
     hidden_size: Annotated[int, Meta(ge=1)]
     num_layers: Annotated[int, Meta(ge=1)]
     inputs: Annotated[list[str], Meta(min_length=1)]

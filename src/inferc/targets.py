@@ -93,6 +93,8 @@ class TargetSpec:
     """True if `--add-target` can add chips to an artifact."""
     heads: bool = False
     """True if it runs heads that draft (`--head-of`), which read rows of another model."""
+    mtp: bool = False
+    """True if it runs the MTP layers of a model (`--mtp`), which read the rows behind its last norm."""
 
     def dense_row(self, max_model_len: int) -> int:
         """Return the number of tokens that a sequence's row of a dense KV cache has room for."""
@@ -117,6 +119,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         ranks=True,
         kernels_certified="compile",
         heads=True,
+        mtp=True,
     ),
     TargetSpec(
         "cuda",
@@ -223,6 +226,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         ranks=True,
         is_oracle=True,
         heads=True,
+        mtp=True,
     ),
 )
 

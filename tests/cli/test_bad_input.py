@@ -384,7 +384,7 @@ def test_serve_knows_what_compile_alone_takes() -> None:
         {option for parameter in group.commands[name].params for option in parameter.opts if option[0] == "-"}
         for name in ("serve", "compile")
     )
-    assert theirs - ours - OF_SERVERS.keys() == {"-o", "--output", "--add-target", "--head-of"}
+    assert theirs - ours - OF_SERVERS.keys() == {"-o", "--output", "--add-target", "--head-of", "--mtp"}
     assert not ours & OF_SERVERS.keys()
 
 

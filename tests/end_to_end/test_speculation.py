@@ -313,9 +313,9 @@ def test_the_memory_of_the_cache_is_shared_with_the_draft_model(tiny_artifact: P
             {"speculate": "medusa:x"},
             "speculate is 'medusa:x': medusa is not built yet, expected none, ngram, ngram:shared",
         ),
-        ({"speculate": "fast"}, "speculate is 'fast', expected none, ngram, ngram:shared, draft:PATH"),
-        ({"speculate": "draft:"}, "speculate is 'draft:', expected none, ngram, ngram:shared, draft:PATH"),
-        ({"speculate": "eagle3"}, "speculate is 'eagle3', expected none, ngram, ngram:shared, draft:PATH"),
+        ({"speculate": "fast"}, "speculate is 'fast', expected none, ngram, ngram:shared, mtp, draft:PATH"),
+        ({"speculate": "draft:"}, "speculate is 'draft:', expected none, ngram, ngram:shared, mtp, draft:PATH"),
+        ({"speculate": "eagle3"}, "speculate is 'eagle3', expected none, ngram, ngram:shared, mtp, draft:PATH"),
         ({"speculate": "ngram:all"}, "speculate is 'ngram:all', expected none, ngram, ngram:shared"),
         ({"speculate": "suffix"}, "speculate is 'suffix': suffix decoding is ngram:shared here, expected none"),
         (

@@ -362,6 +362,13 @@ def test_routing_prefers_the_lower_id_of_equals_and_experts_weigh_their_results(
     torch.testing.assert_close(reference.moe_experts(x, ids, weights, gate_up, down), (expert(1) + expert(2)) / 2)
 
 
+def test_a_step_without_sampled_rows_chooses_no_experts() -> None:
+    """A prompt's first chunk has none, and the last layer runs on those alone."""
+    ids, weights = reference.moe_routing(random(0, 4), random(4), 2, True, "sigmoid", 2.5, 2, 1, "top2_sum")
+    assert ids.shape == weights.shape == (0, 2)
+    assert reference.moe_experts(random(0, 8), ids, weights, random(4, 12, 8), random(4, 8, 6)).shape == (0, 8)
+
+
 def test_routing_among_those_near_is_transformers_own() -> None:
     from transformers.models.phimoe.modeling_phimoe import sparsemixer
 

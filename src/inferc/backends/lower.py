@@ -20,7 +20,7 @@ class LowerConfig:
 
     block_size: the tokens of a KV cache block; passes: those of the user; quantize: the quantization scheme (a key of
     SCHEMES); kv_dtype: the dtype of the KV cache ("int8"; anything else means the model's); adapter_rank: the largest
-    rank of the LoRA adapters that a step has room for, 0 for none.
+    rank of the LoRA adapters that a step has room for, 0 for none; mtp: whether MTP layers read what the LM head reads.
     """
 
     target: Target
@@ -29,6 +29,7 @@ class LowerConfig:
     quantize: str | None = None
     kv_dtype: str = "auto"
     adapter_rank: int = 0
+    mtp: bool = False
 
     @property
     def backend(self) -> Any:

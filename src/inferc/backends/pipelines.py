@@ -61,7 +61,7 @@ def paged_pipeline(config: LowerConfig, *, gated: tuple[Pass, ...] = (), fuses_q
         fuse_rope_kv_write,
         fuse_norm_rope_kv_write,
         FusePointwise(),  # fuses the elementwise ops that are left
-        SelectRows(),  # after the residual is fused, so that the rows are selected behind it
+        SelectRows(config.mtp),  # after the residual is fused, so that the rows are selected behind it
         SplitHead(),
         *(
             (AddAdapters(config.adapter_rank),) if config.adapter_rank else ()

@@ -107,14 +107,15 @@ Speculate = Annotated[
     str,
     typer.Option(
         "--speculate",
-        metavar="none|ngram|ngram:shared|draft:PATH|eagle3:PATH",
+        metavar="none|ngram|ngram:shared|mtp|draft:PATH|eagle3:PATH",
         help="Draft tokens and compute them together in one step. ngram drafts what followed the last tokens where they"
         " occurred before, in the prompt or in the answer: for edits of code, summaries and answers that quote."
         " ngram:shared looks into the answers of earlier requests that begin with the same tokens, too."
         " draft:PATH has a smaller model of the same vocabulary draft, whose artifact is at PATH. eagle3:PATH has an"
-        " EAGLE-3 head draft from what the model computed (inferc compile HEAD -o PATH --head-of MODEL). The tokens of"
-        " an answer are the same with and without, on a GPU with --deterministic; how many are drafted follows from how"
-        " many the model chooses, and from what a step costs.",
+        " EAGLE-3 head draft from what the model computed (inferc compile HEAD -o PATH --head-of MODEL), mtp the MTP"
+        " layer of the model's own checkpoint (inferc compile MODEL -o OUT --mtp). The tokens of an answer are the same"
+        " with and without, on a GPU with --deterministic; how many are drafted follows from how many the model"
+        " chooses, and from what a step costs.",
     ),
 ]
 Adapters = Annotated[

@@ -23,7 +23,7 @@ AT_COMPILE = {
 ARTIFACT = "give the artifact as an argument: inferc serve OUT"
 KV_MEMORY = "say how large the KV cache may be: inferc serve OUT --kv-memory BYTES, for example 2GiB"
 SPECULATE = (
-    "what drafts tokens is --speculate ngram, ngram:shared, draft:PATH or eagle3:PATH, and the most at once"
+    "what drafts tokens is --speculate ngram, ngram:shared, mtp, draft:PATH or eagle3:PATH, and the most at once"
     " --speculate-tokens N"
 )
 DRAFTING = ("--speculative-config", "--speculative-algorithm", "--num-speculative-tokens", "--speculative-model")

@@ -36,6 +36,7 @@ def _show(facts: Inspection) -> None:
     rows = {
         "model": f"{model.model_type}, {config.dtype}, up to {config.max_model_len} tokens",
         **({"head": _head(model.head, model.vocab_size)} if model.head is not None else {}),
+        **({"MTP": _mtp(facts.mtp)} if facts.mtp is not None else {}),
         "targets": ", ".join(facts.targets),
         "weights": f"{facts.weights_bytes / 1e6:.1f} MB{_quantized(model, config.dtype)}",
         "arena": f"{facts.arena_bytes / 1e6:.1f} MB",
@@ -70,6 +71,10 @@ def _head(head: Head, vocab_size: int) -> str:
     drafted = "all tokens" if head.num_logits == vocab_size else f"{head.num_logits} of {vocab_size} tokens"
     of = f"a model of {head.num_layers} layers of {head.hidden_size}"
     return f"{head.kind}: it drafts {drafted} for {of}, from its {', '.join(head.inputs)}"
+
+
+def _mtp(head: Head) -> str:
+    return f"a layer that drafts from the model's {', '.join(head.inputs)}: run it with --speculate mtp"
 
 
 def _say_rank(rank: RankFacts, config: Config) -> None:

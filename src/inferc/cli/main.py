@@ -241,6 +241,14 @@ def compile_model(
             " argument is then the folder of an EAGLE-3 head; run it with --speculate eagle3:OUT beside the model.",
         ),
     ] = None,
+    mtp: Annotated[
+        bool,
+        typer.Option(
+            "--mtp",
+            help="Also compile the MTP layer that the model's checkpoint carries, which drafts tokens with --speculate"
+            " mtp.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compile MODEL into the artifact OUT.
@@ -279,6 +287,8 @@ def compile_model(
         if add_target:
             if head_of is not None:
                 raise ConfigError("--add-target: the code of a head is for one target; leave --head-of out")
+            if mtp:
+                raise ConfigError("--add-target: the code of MTP layers is for one target; leave --mtp out")
             with own_imports():
                 from inferc.compiler.add_target import add_target as add
 
@@ -287,7 +297,7 @@ def compile_model(
             with own_imports():
                 from inferc.compiler.build import compile as compile_
 
-            summary = compile_(model, out, config, progress=report, head_of=head_of)
+            summary = compile_(model, out, config, progress=report, head_of=head_of, mtp=mtp)
     if as_json:
         print_json(summary.to_json())
         return

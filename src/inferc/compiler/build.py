@@ -6,6 +6,7 @@ The stages are frontend (capture) → passes (lower) → codegen (kernels, weigh
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import platform
@@ -30,7 +31,7 @@ from inferc.codegen.select import kernel_named
 from inferc.compiler.certificate import Certificate
 from inferc.compiler.certify import Certifier, threads_for
 from inferc.compiler.equivalence import ProgramCheck
-from inferc.compiler.head_check import HeadCheck, check_head_config
+from inferc.compiler.head_check import HeadCheck, check_head_config, check_mtp_config
 from inferc.compiler.kernel_check import check_kernels
 from inferc.compiler.price import price
 from inferc.compiler.prompts import encoder, make_long_prompt, make_prompts
@@ -42,8 +43,10 @@ from inferc.errors import ConfigError, RequestError
 from inferc.frontend.capture import capture
 from inferc.frontend.check import random_copy
 from inferc.frontend.checkpoint.load import Checkpoint, load, load_module
+from inferc.frontend.checkpoint.mtp_layers import mtp_layers
 from inferc.frontend.export import context_length
 from inferc.frontend.heads.load import load_head
+from inferc.frontend.heads.load_mtp import load_mtp
 from inferc.frontend.text.generation import eos_token_ids, generation_defaults
 from inferc.frontend.text.pooling import pooling
 from inferc.frontend.text.text_files import tokenizer_files
@@ -54,10 +57,21 @@ from inferc.manifest import (
     COSTS,
     FORMAT_VERSION,
     HEAD_IDS,
+    MANIFEST,
+    MTP,
     PROGRAM,
     json_bytes,
 )
-from inferc.manifest_types import Config, KernelRow, ManifestFacts, Model, PassRow, ProgramEntry, Quantization
+from inferc.manifest_types import (
+    Config,
+    FileEntry,
+    KernelRow,
+    ManifestFacts,
+    Model,
+    PassRow,
+    ProgramEntry,
+    Quantization,
+)
 from inferc.passes.parallel.expert_placement import Placement, placements
 from inferc.passes.pipeline import Observe, PassRecord
 from inferc.passes.user_passes import UserPass, load_passes
@@ -103,6 +117,7 @@ def compile(
     tokenizer: Any = None,
     progress: Progress | None = None,
     head_of: str | Path | None = None,
+    mtp: bool = False,
 ) -> CompileSummary:
     """Compile `model` into the artifact folder `out`.
 
@@ -111,17 +126,22 @@ def compile(
     `out` appears complete or not at all; an artifact that is there already is replaced in one move.
     progress: called with each stage and how much of it is done.
     head_of: the folder or hub id of the model that `model`, the folder of an EAGLE-3 head, drafts for.
+    mtp: also compile the MTP layers of the model's checkpoint, which draft tokens for it.
     """
     start = time.perf_counter()
     config = config or CompileConfig()
     if head_of is not None:
         check_head_config(config)
+    if mtp:
+        check_mtp_config(config, head_of is not None)
     check_names(config.tool_format, config.reasoning_format)
     backend = open_backend(Target.parse(config.target))
     passes = load_passes(config.passes)
     with interruptible() as interrupts, OutputFolder(Path(out)) as folder:
         report = interrupts.checked(progress or silent)
         checkpoint = _load(model, head_of)
+        if not mtp:
+            _tell_of_mtp(checkpoint)
         num_parameters = sum(torch.Size(shape).numel() for shape, _ in checkpoint.tensors.values())
         ranks = _ranks(config)
         described = checkpoint if checkpoint.head is None else checkpoint.head.model  # a head talks as its model does
@@ -130,8 +150,10 @@ def compile(
         request_defaults(generation)  # before compiling, report defaults that no request may have
         of_user = (tokenizer, report, interrupts, generation, passes, ranks)
         forms = (config.tool_format, config.reasoning_format)
-        build = _Build(checkpoint, resolved, backend, folder, *of_user, forms=forms)
+        build = _Build(checkpoint, resolved, backend, folder, *of_user, forms=forms, mtp=mtp)
         with threads_for(num_parameters):
+            if mtp:
+                build.add_mtp()
             certificate = build.run()
         interrupts.check()
         folder.commit()
@@ -155,6 +177,13 @@ def _load(model: str | Path | torch.nn.Module, head_of: str | Path | None) -> Ch
     return load(model) if head_of is None else load_head(model, head_of)
 
 
+def _tell_of_mtp(checkpoint: Checkpoint) -> None:
+    """Say that a checkpoint has MTP layers, which are left out."""
+    if count := len(mtp_layers(checkpoint.config, checkpoint.tensors)):
+        what = "an MTP layer, which can draft tokens and is" if count == 1 else f"{count} MTP layers, which are"
+        log.warning("%s has %s left out: give --mtp to compile it for --speculate mtp", checkpoint.name, what)
+
+
 class _Build:
     """An artifact while it is built; `run` leaves `folder` complete except for the move to its place."""
 
@@ -172,6 +201,7 @@ class _Build:
         ranks: Ranks,
         for_here: bool = False,
         forms: tuple[str | None, str | None] = (None, None),
+        mtp: bool = False,
     ) -> None:
         self.forms = forms  # the names of those of calls and reasoning
         self.checkpoint, self.config, self.folder, self.report = checkpoint, config, folder, report
@@ -184,6 +214,7 @@ class _Build:
             config.quantize,
             config.kv_dtype,
             config.adapter_rank,
+            mtp,
         )
         self.pipeline = build_pipeline(self.lower_config)
         self.target = self.lower_config.target
@@ -202,6 +233,33 @@ class _Build:
             Text(self.folder.path / "tokenizer").chat_template  # noqa: B018 (it compares as it is made)
         except RequestError as error:
             log.warning("%s: chats will be refused: %s", self.checkpoint.name, error)
+
+    def add_mtp(self) -> None:
+        """Write the artifact of the model's MTP layer into a folder of this one, among whose files its files are."""
+        head = load_mtp(self.checkpoint, self.config.dtype, self.config.max_model_len)
+
+        def report(stage: str, done: int, total: int) -> None:
+            self.report(f"MTP layer: {stage}", done, total)
+
+        with OutputFolder(self.folder.path / MTP) as folder:
+            build = _Build(
+                head,
+                replace(self.config, adapter_rank=0),
+                self.lower_config.backend(self.target),
+                folder,
+                self.tokenizer,
+                report,
+                self.interrupts,
+                self.generation,
+                self.lower_config.passes,
+                self.ranks,
+                forms=self.forms,
+            )
+            build.run()
+            folder.commit()
+        self.writer.files.update({f"{MTP}/{name}": entry for name, entry in build.writer.files.items()})
+        data = (folder.out / MANIFEST).read_bytes()
+        self.writer.files[f"{MTP}/{MANIFEST}"] = FileEntry(len(data), sha256=hashlib.sha256(data).hexdigest())
 
     def run(self) -> Certificate | None:
         """Write everything; return the certificate."""

@@ -43,13 +43,24 @@ FIRST_CHUNK = 29  # tokens of the first chunk: it ends within a block of the KV 
 
 def check_head_config(config: CompileConfig) -> None:
     """Raise ConfigError or UnsupportedError for options that a head does not take."""
-    target = Target.parse(config.target)
-    if not target.spec.heads:
-        raise target.refuse("--head-of", "", (), "cpu")
-    if max(config.tp, config.pp, config.ep) > 1:
-        raise ConfigError("--head-of: a head runs on one rank; leave --tp, --pp and --ep out")
+    _check_place("--head-of", config, Target.parse(config.target).spec.heads)
     if config.adapter_rank:
         raise ConfigError("--head-of: a head has no place for adapters; leave --adapter-rank out")
+
+
+def check_mtp_config(config: CompileConfig, is_head: bool) -> None:
+    """Raise ConfigError or UnsupportedError for options that do not go with a model's MTP layers."""
+    if is_head:
+        raise ConfigError("--mtp: MTP layers are a model's, and --head-of compiles a head; leave one of them out")
+    _check_place("--mtp", config, Target.parse(config.target).spec.mtp)
+
+
+def _check_place(option: str, config: CompileConfig, can: bool) -> None:
+    """Raise UnsupportedError or ConfigError for a target or for ranks that run no head."""
+    if not can:
+        raise Target.parse(config.target).refuse(option, "", (), "cpu")
+    if max(config.tp, config.pp, config.ep) > 1:
+        raise ConfigError(f"{option}: a head runs on one rank; leave --tp, --pp and --ep out")
 
 
 class HeadCheck:
@@ -68,8 +79,9 @@ class HeadCheck:
     def run(self, artifact: Path | None) -> Certificate:
         """Return the certificate. artifact: the folder whose kernels are run; None: none. Raises VerifyError."""
         tokens = np.random.default_rng(7).integers(0, self._program.info.vocab_size, NUM_TOKENS).tolist()
+        whose = ", half of them its own" if self._is_apart else ""
         certificate = Certificate(
-            f"the head itself in float32 over random rows of {NUM_TOKENS} tokens, half of them its own", [tokens]
+            f"the head itself in float32 over random rows of {NUM_TOKENS} tokens{whose}", [tokens]
         )
         rows = self._rows()
         reference = [self._by_module(torch.float32, tokens, rows)]
@@ -88,13 +100,26 @@ class HeadCheck:
         judge.add("kernels", on_this_machine(name), [found])
         return certificate
 
+    @property
+    def _width(self) -> int:
+        return int(self._program.input("hidden_in").meta["val"].shape[1])
+
+    @property
+    def _given(self) -> int:
+        """The columns of the model's rows."""
+        return self._facts.hidden_size * len(self._facts.inputs)
+
+    @property
+    def _is_apart(self) -> bool:
+        """Return whether the head's own rows are beside the model's, and not in their place."""
+        return self._width > self._given
+
     def _rows(self) -> Tensor:
         """Return the hidden rows [T, hidden_width]: the model's for the first half of the tokens, its own behind."""
-        value = self._program.input("hidden_in").meta["val"]
-        given = self._facts.hidden_size * len(self._facts.inputs)
-        rows = torch.randn(NUM_TOKENS, int(value.shape[1]), generator=torch.Generator().manual_seed(7))
-        rows[: NUM_TOKENS // 2, given:] = 0
-        rows[NUM_TOKENS // 2 :, :given] = 0
+        rows = torch.randn(NUM_TOKENS, self._width, generator=torch.Generator().manual_seed(7))
+        if self._is_apart:
+            rows[: NUM_TOKENS // 2, self._given :] = 0
+            rows[NUM_TOKENS // 2 :, : self._given] = 0
         return rows.to(DTYPES[self._dtype]).float()
 
     @cached_property

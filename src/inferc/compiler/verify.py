@@ -22,6 +22,7 @@ from inferc.frontend.capture import capture
 from inferc.frontend.checkpoint.load import Checkpoint, load
 from inferc.ir import program as program_lib
 from inferc.ir.program import Program
+from inferc.manifest import MANIFEST, MTP
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.load import load_engine
 from inferc.system.progress import Progress
@@ -73,7 +74,8 @@ def verify(out: Path, model: str, report: Progress) -> Verification:
 
 def _lower_config(artifact: Artifact, target: Target) -> LowerConfig:
     config = artifact.config
-    return LowerConfig(target, config.block_size, quantize=config.quantize, kv_dtype=config.kv_dtype)
+    mtp = f"{MTP}/{MANIFEST}" in artifact.manifest.files
+    return LowerConfig(target, config.block_size, quantize=config.quantize, kv_dtype=config.kv_dtype, mtp=mtp)
 
 
 def _short(

@@ -91,6 +91,23 @@ def test_selects_just_after_the_last_attention() -> None:
     made.check_untouched(SelectRows())
 
 
+def test_only_the_head_runs_on_selected_rows_if_its_input_is_read_of_every_token() -> None:
+    made = example(layer, INPUTS, WEIGHTS)
+    (before,) = made.run()
+    assert SelectRows(head_only=True)(made.program) == 1
+    verify(made.program)
+    tail = """
+        %13: float32[s0, 8] = aten.add.Tensor(%11, %12)
+        %14: float32[2, 8] = aten.index_select(%13, 0, %logits_rows)
+        %15: float32[2, 7] = aten.linear(%14, @head)
+        return (%15)
+    """
+    text = made.program.to_text()
+    assert text.split()[-len(tail.split()) :] == tail.split(), f"the program is now\n{text}"
+    torch.testing.assert_close(made.run()[0], before[[4, 1]])
+    made.check_untouched(SelectRows(head_only=True))
+
+
 def test_a_value_that_attention_reads_keeps_all_rows() -> None:
     """The norm in front of attention is row-wise, but attention needs every row of it."""
     made = example(layer, INPUTS, WEIGHTS)

@@ -15,9 +15,11 @@ from inferc.runtime.runners.api import Capability
 
 ALL = frozenset(get_args(Capability))
 GIVEN: dict[str, tuple[dict[str, Any], ...]] = {
-    "`--speculate`": ({"speculate": "ngram"}, {"speculate": "draft:a"}, {"speculate": "eagle3:a"}),
-    "`--speculate draft:PATH` or `eagle3:PATH`": ({"speculate": "draft:a"}, {"speculate": "eagle3:a"}),
-    "`--speculate eagle3:PATH`": ({"speculate": "eagle3:a"},),
+    "`--speculate`": tuple({"speculate": each} for each in ("ngram", "mtp", "draft:a", "eagle3:a")),
+    "`--speculate mtp`, `draft:PATH` or `eagle3:PATH`": tuple(
+        {"speculate": each} for each in ("mtp", "draft:a", "eagle3:a")
+    ),
+    "`--speculate mtp` or `eagle3:PATH`": ({"speculate": "mtp"}, {"speculate": "eagle3:a"}),
     "`--kv-evict`": ({"kv_evict": "sinks:4+window:64"},),
     "`--kv-disk`": ({"kv_disk": "a"},),
     "`--kv-events`": ({"kv_events": True},),

@@ -189,6 +189,7 @@ def test_options_by_their_name_in_vllm(tiny_artifact: Path) -> None:
         ({"method": "ngram"}, {"speculate": "ngram"}),
         ({"method": "ngram", "num_speculative_tokens": 4}, {"speculate": "ngram", "speculate_tokens": 4}),
         ({"method": "suffix"}, {"speculate": "ngram:shared"}),
+        ({"method": "mtp", "num_speculative_tokens": 1}, {"speculate": "mtp", "speculate_tokens": 1}),
         ({"model": "out/small"}, {"speculate": "draft:out/small"}),
         ({"model": "out/small", "method": "draft_model"}, {"speculate": "draft:out/small"}),
         ({"model": "out/head", "method": "eagle3"}, {"speculate": "eagle3:out/head"}),
@@ -208,7 +209,7 @@ def test_its_parsers_are_our_forms() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"method": "eagle", "model": "x"}, "expected the method ngram or suffix, or eagle3 with its head, or the mo"),
+        ({"method": "eagle", "model": "x"}, "expected the method ngram, suffix or mtp, or eagle3 with its head, or"),
         ("ngram", "expected the method ngram"),
         (
             {"method": "ngram", "prompt_lookup_max": 4},

@@ -57,7 +57,7 @@ def moe_routing(
     scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(score, logits)
     choice = scores if bias is None else scores + bias.float()
     if num_groups > 1:
-        groups = choice.view(len(choice), num_groups, -1)
+        groups = choice.unflatten(1, (num_groups, choice.shape[1] // num_groups))
         best = groups.amax(-1) if group_score == "max" else groups.topk(2, -1).values.sum(-1)
         kept = best.sort(stable=True, dim=-1, descending=True).indices[:, :topk_groups]
         dropped = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
