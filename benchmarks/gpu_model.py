@@ -94,6 +94,10 @@ class RandomModel:
     arch: str
     read_bytes: float
 
+    @property
+    def num_logits(self) -> int:
+        return self.vocab_size
+
     def place_weights(self, driver: Driver, base: int) -> dict[str, int]:
         """Draw all weights into memory from `base` on and return their addresses; norm weights are around 1."""
         stream = driver.new_stream()

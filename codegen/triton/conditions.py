@@ -17,6 +17,7 @@ from inferc.codegen.conditions import (
     dtype_of,
     is_common_score,
     joined,
+    last_axis,
     plain_lookup,
     routing_fits,
     shape_of,
@@ -25,6 +26,17 @@ from inferc.codegen.kernel import OTHER_CASE
 from inferc.codegen.pointwise import parts
 from inferc.ir.program import argument, named_arguments, target_name
 from inferc.targets import Target
+
+
+def concat_fits(node: fx.Node) -> str:
+    """Check that two rows of floats are put side by side."""
+    values = [each.meta["val"] for each in argument(node, "tensors")]
+    dtypes = {value.dtype for value in values}
+    if len(dtypes) > 1 or not dtypes <= set(FLOATS):
+        return OTHER_CASE
+    if len(values) != 2 or {value.dim() for value in values} != {2}:
+        return f"a concatenation of {len(values)} values of {values[0].dim()} axes: expected two of rows"
+    return last_axis(node)
 
 
 def common_routing_fits(node: fx.Node) -> str:

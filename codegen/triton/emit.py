@@ -25,6 +25,7 @@ from inferc.codegen.triton.aot.occupancy import PROGRAMS
 from inferc.codegen.triton.aot.source import Source
 from inferc.codegen.triton.aot.tuning import library_choice, tuned
 from inferc.codegen.triton.calls.builder import Call
+from inferc.codegen.triton.calls.head_rows import HIDDEN_IN, head_input_call, keep_calls
 from inferc.codegen.triton.calls.sampling import sampling_launches
 from inferc.codegen.triton.calls.sampling import scratch as sampling_scratch
 from inferc.codegen.triton.table import KERNELS
@@ -130,9 +131,12 @@ def emit(program: Program, places: Mapping[str, Place], kernels: tuple[Kernel, .
     head = made.launches(values, [node for node in program.graph.nodes if node in sampled])
     at = values.operand(logits)
     around = {name: [made.add(call) for call in calls] for name, calls in sampling_launches(at).items()}
-    launches = Launches(
-        [*around["begin"], *made.begin], step, head, **{part: around[part] for part in ("sample", "keep", "score")}
-    )
+    begin, rows = [*around["begin"], *made.begin], list[Launch]()
+    if (given := next((node for node in program.inputs() if node.name == HIDDEN_IN), None)) is not None:
+        place, own = values.operand(given), int(hidden.meta["val"].shape[-1])
+        begin.append(made.add(head_input_call(place, own)))
+        rows = [made.add(call) for call in keep_calls(place, own)]
+    launches = Launches(begin, step, head, **{part: around[part] for part in ("sample", "keep", "score")}, rows=rows)
     scratch = {**sampling_scratch(at.width), **made.scratch}
     return CudaStep(launches, scratch, made.observable, made.shared_prefixes, made.sources)
 

@@ -81,6 +81,7 @@ KERNELS = (
     _row("inferc.moe_experts", "moe:moe_experts", "x", conditions.grouped_experts_fit, _EXPERTS, mixed=True),
     _kernel("inferc.kv_write", "attention:kv_write_", conditions.ForTriton("k", uses_cache=True)),
     _kernel("inferc.pointwise", "elementwise:pointwise_", Fits(conditions.pointwise_fits)),
+    _kernel("aten.cat", "elementwise:concat", Fits(conditions.concat_fits)),
     _row("aten.embedding", "elementwise:embedding", "weight", shared.plain_lookup, ["weight"]),
     _row("aten.index_select", "elementwise:index_select", "self", shared.first_axis),
     _row("inferc.rms_norm", "norms:rms_norm_", "x", conditions.one_row_each, ["weight"]),

@@ -16,6 +16,8 @@ from inferc.manifest import ALIGNMENT, CERTIFICATE, CHUNK_BYTES, PROGRAM, PTX, R
 from inferc.manifest_types import Graph, KvGroup, Launches, LaunchRecord, Manifest, Program, ProgramEntry, StoredWeight
 from inferc.targets import find_spec
 
+NUM_KEEP = 3  # launches that keep rows in the artifact of a head
+
 
 def manifest_fault(manifest: Manifest) -> str | None:
     """Find a contradiction within engine.json."""
@@ -113,7 +115,9 @@ def _weight_fault(row: StoredWeight, sizes: Mapping[str, int]) -> str | None:
 def _launches_fault(launches: Launches, program: Program, entry: ProgramEntry) -> str | None:
     """Find a launch that names something that does not exist according to engine.json and program.json."""
     weights = {row.name for row in program.weights}
-    for part in ("begin", "step", "head", "sample", "score"):
+    if len(launches.rows) not in (0, NUM_KEEP):
+        return f"launches.rows: found {len(launches.rows)}, expected {NUM_KEEP} for a head and none for a model"
+    for part in ("begin", "step", "head", "sample", "score", "rows"):
         for index, launch in enumerate(getattr(launches, part)):
             at = f"launches.{part}[{index}]"
             if bool(launch.choices) == (launch.engine is not None):

@@ -108,7 +108,7 @@ ASKED: tuple[Asked, ...] = (
     Asked(KV_DISK, "kv_disk", _NO_BLOCKS),
     Asked(SPECULATE, "drafts", "its steps sample one token of a sequence"),
     Asked(GRAMMAR_BACKEND, "grammars", "its answers are not held to a form"),
-    Asked(HEAD, "taps", "its steps show no rows to a head"),
+    Asked(HEAD, "heads", "its steps show no rows to a head"),
     Asked(KV_EVICT, "kv_evict", _NO_BLOCKS),
     Asked(KV_EVENTS, "kv_events", _NO_BLOCKS),
     Asked(RECORD, "record", "what it computes depends on what else runs, and no replay can give the same bits"),

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,12 +18,13 @@ from inferc.manifest import HEAD_IDS, MANIFEST, MTP, Head
 from inferc.runtime.artifact.files import AGAIN
 from inferc.runtime.artifact.load import Artifact, load_artifact
 from inferc.runtime.engine.combinations import may_draft
-from inferc.runtime.runners.api import HeadRunner, Runner, RunnerFactory, RunnerRequest, TappingRunner
+from inferc.runtime.runners.api import HeadRunner, KeepingRunner, Runner, RunnerFactory, RunnerRequest, TappingRunner
 from inferc.runtime.runners.nodes import Node, all_nodes
 from inferc.runtime.speculation.draft_model import ModelDrafter
 from inferc.runtime.speculation.drafter import Drafter
 from inferc.runtime.speculation.forced import ForcedDrafter
 from inferc.runtime.speculation.head import HeadDrafter, HeadNodes
+from inferc.runtime.speculation.head_rows import HostRows, KeptRows, RowSource
 from inferc.runtime.speculation.ngram import NgramDrafter
 from inferc.runtime.speculation.speculation import Speculation
 from inferc.runtime.speculation.stepping import DraftSizes
@@ -60,6 +61,7 @@ class DraftModel:
         self._block_bytes = self.artifact.block_size * sum(group.bytes_per_token for group in self.groups)
         self._budget = max(MOST_BATCHED_TOKENS, config.max_num_seqs)  # tokens of a step
         self.weights = self.artifact.verify_weights()
+        self._row_store: Any = None  # where the model's rows are that a head reads, if they are on a device
 
     def _check_kind(self, method: str) -> None:
         head = self.artifact.model.head
@@ -140,12 +142,14 @@ class DraftModel:
             kv_events=False,
             record=None,
         )
-        return RunnerRequest(self.artifact, self.target, own, self.groups, self.weights.wait)
+        return RunnerRequest(self.artifact, self.target, own, self.groups, self.weights.wait, row_store=self._row_store)
 
     def watch(self, runner: Runner) -> None:
         """Have the large model's runner show the rows that a head reads."""
-        if self._given:
-            assert isinstance(runner, TappingRunner), "it has the capability taps"
+        if isinstance(runner, KeepingRunner):
+            self._row_store = runner.row_store
+        elif self._given:
+            assert isinstance(runner, TappingRunner), "it has the capability heads"
             runner.set_taps(self._given)
 
     def open(self, num_blocks: int) -> Drafter:
@@ -160,11 +164,13 @@ class DraftModel:
         head = artifact.model.head
         if head is None:
             return ModelDrafter(opened.runner, sizes, config.max_num_seqs, config.speculate_tokens)
-        runner = cast(HeadRunner, opened.runner)
-        runner.set_taps([all_nodes(artifact.program)[head.own]])
+        if isinstance(opened.runner, TappingRunner):
+            opened.runner.set_taps([all_nodes(artifact.program)[head.own]])
         (width,) = {int(each.shape[1]) for each in artifact.program.step.inputs if each.name == "hidden_in"}
         nodes = HeadNodes(tuple(head.inputs), head.own, width, self._token_ids(head))
-        return HeadDrafter(runner, sizes, nodes, config.max_num_seqs, config.speculate_tokens)
+        rows: RowSource = HostRows(nodes.given, nodes.own, width) if self._row_store is None else KeptRows()
+        runner = cast(HeadRunner, opened.runner)
+        return HeadDrafter(runner, sizes, nodes, config.max_num_seqs, config.speculate_tokens, rows)
 
     def _token_ids(self, head: Head) -> I32 | None:
         """Return the model's id of each token that the head can draft; None: all, in their order."""

@@ -14,13 +14,14 @@ from inferc.manifest_types import Observable
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.offload.manager import BlockMover
 from inferc.runtime.runners.nodes import Node
-from inferc.runtime.step.plan import F32, I32, Rows, StepPlan, StepResult
+from inferc.runtime.step.plan import F32, I32, StepPlan, StepResult
 from inferc.targets import find_spec
 
 Capability = Literal[
     "adapters",  # rows may have LoRA adapters, which are loaded and unloaded between steps (runtime/adapters)
     "drafts",  # a step samples several rows of a sequence whose tokens were drafted
     "grammars",  # rows may choose among some tokens only, by a mask of bits (StepMasks)
+    "heads",  # its steps show the rows that a head reads, and such heads run on it
     "kv_disk",  # KV blocks move to the offload tier and back
     "kv_evict",  # a sequence may free blocks outside its attention while it runs
     "kv_evict_heavy_hitters",  # attention mass is accumulated per block
@@ -93,12 +94,20 @@ class TappingRunner(Runner, Protocol):
         """Choose the nodes, once, before the first step."""
 
 
-@runtime_checkable
-class HeadRunner(TappingRunner, Protocol):
+class HeadRunner(Runner, Protocol):
     """A runner of a head that drafts, whose steps read rows of another model."""
 
-    def submit(self, plan: StepPlan, hidden: Rows | None = None) -> None:
-        """Queue a step. hidden [T, hidden_width]: what the head reads beside each token."""
+    def submit(self, plan: StepPlan, hidden: Any = None) -> None:
+        """Queue a step. hidden: what the head reads beside each token, in the form that `RowSource` makes for it."""
+
+
+@runtime_checkable
+class KeepingRunner(Runner, Protocol):
+    """A runner whose steps leave the rows that a head reads on its device (`StepResult.kept`)."""
+
+    @property
+    def row_store(self) -> Any:
+        """The store that has the rows, for the runner of the head (`RunnerRequest.row_store`); None without a head."""
 
 
 @runtime_checkable
@@ -134,6 +143,7 @@ class RunnerRequest:
 
     weights_checked: a function that returns once every byte of the weights was verified.
     beside: the request of a runner that is opened afterwards in the same memory, with as many KV blocks.
+    row_store: where the rows are that a head reads, if the runner of its model is a `KeepingRunner`.
     """
 
     artifact: Artifact
@@ -142,6 +152,7 @@ class RunnerRequest:
     groups: tuple[CacheGroup, ...]
     weights_checked: Callable[[], Any]
     beside: RunnerRequest | None = None
+    row_store: Any = None
 
 
 def capabilities_of(artifact: Artifact, target: str | None = None) -> frozenset[Capability]:

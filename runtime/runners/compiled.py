@@ -23,6 +23,10 @@ class Compiled(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def num_logits(self) -> int:
+        """The number of tokens that a row of logits is over: a head may draft some of the vocabulary only."""
+
+    @property
     def kv_groups(self) -> Sequence[KvGroup]: ...
     @property
     def block_size(self) -> int: ...
@@ -32,10 +36,6 @@ class Compiled(Protocol):
 
 class CompiledForCpu(Compiled, Protocol):
     """A compiled model with a library for each of its instruction sets."""
-
-    @property
-    def num_logits(self) -> int:
-        """The number of tokens that a row of logits is over: a head may draft some of the vocabulary only."""
 
     @property
     def isas(self) -> tuple[str, ...]: ...

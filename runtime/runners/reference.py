@@ -195,7 +195,7 @@ class ReferenceRunnerFactory:
 
     def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
         found = {"adapters", "drafts", "grammars", "kv_evict", "kv_events", "logits_processors", "prefix_cache"}
-        found |= {"record", "taps", "threads"}
+        found |= {"heads", "record", "taps", "threads"}
         if has_hidden_rows(artifact.program):
             found.add("vectors")
         return frozenset(found)  # type: ignore[arg-type]

@@ -31,8 +31,9 @@ from inferc.runtime.grammar.masks import Constraint, FixedMasks
 from inferc.runtime.runners.api import HeadRunner
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation.drafter import NOTHING, Offer
+from inferc.runtime.speculation.head_rows import RowSource
 from inferc.runtime.speculation.stepping import EXPECTED, DraftSizes, SteppingDrafter
-from inferc.runtime.step.plan import I32, U32, Rows, SampleRows, StepPlan, StepResult
+from inferc.runtime.step.plan import I32, U32, HiddenRows, SampleRows, StepPlan, StepResult
 from inferc.runtime.step.sequence import Sequence as Seq
 
 KIND = 10
@@ -64,7 +65,7 @@ class _Slot:
 
     seq: Seq | None = None
     num_preemptions: int = 0
-    rows: Rows | None = None
+    rows: HiddenRows | None = None
     first: int = 0
     num_computed: int = 0
     num_named: int = 0
@@ -98,7 +99,7 @@ class _Text:
     slot: int
     start: int
     token_ids: I32
-    hidden: Rows
+    hidden: HiddenRows
     blocks: I32
 
     def cut(self, count: int) -> tuple[_Text, _Text]:
@@ -115,15 +116,17 @@ class HeadDrafter(SteppingDrafter):
 
     reads_steps = True
 
-    def __init__(self, runner: HeadRunner, sizes: DraftSizes, nodes: HeadNodes, num_slots: int, most: int) -> None:
+    def __init__(
+        self, runner: HeadRunner, sizes: DraftSizes, nodes: HeadNodes, num_slots: int, most: int, rows: RowSource
+    ) -> None:
         super().__init__(sizes, most)
-        self._runner, self._nodes = runner, nodes
+        self._runner, self._nodes, self._rows = runner, nodes, rows
         self._slots = [_Slot() for _ in range(num_slots)]
         self._content: dict[int, bytes] = {}  # by block, the hash of the tokens whose K and V it has
-        self._tails: dict[int, Rows] = {}  # by such a block, the large model's row of its last position
+        self._tails: dict[int, HiddenRows] = {}  # by such a block, the large model's row of its last position
         self._parts: deque[list[_Part]] = deque()  # of the steps in flight
-        self._landed: tuple[list[_Part], Rows] | None = None
-        self._own: dict[int, Rows] = {}  # by slot, the row of the head behind what was drafted last
+        self._landed: tuple[list[_Part], HiddenRows] | None = None
+        self._own: dict[int, HiddenRows] = {}  # by slot, the row of the head behind what was drafted last
         self._batch: Batch | None = None
 
     def hold_to(self, grammars: Grammars, batch: Batch) -> None:
@@ -162,15 +165,13 @@ class HeadDrafter(SteppingDrafter):
             state.is_lost = True
             return state
         # The last position is computed again, with the token that this sequence has behind it.
-        state.rows, state.first = self._tails[int(blocks[count - 1])][None], position - 1
+        state.rows, state.first = self._tails[int(blocks[count - 1])], position - 1
         state.num_computed, state.num_named = position - 1, count - 1
         return state
 
     def landed(self, plan: StepPlan, result: StepResult) -> None:
         """Keep the rows of a step, until it is known which of its tokens count."""
-        assert result.tapped is not None, "the runner was asked for values"
-        rows = np.concatenate([result.tapped[name] for name in self._nodes.given], 1)
-        self._landed = self._parts.popleft(), rows
+        self._landed = self._parts.popleft(), self._rows.given(result)
 
     def updated(self) -> None:
         """Give the rows of the landed step to their sequences, and compute the blocks that are complete."""
@@ -187,7 +188,7 @@ class HeadDrafter(SteppingDrafter):
                 state.is_lost, state.rows = True, None
                 continue
             new = rows[part.start : part.start + count]
-            state.rows = new if state.rows is None else np.concatenate((state.rows, new))
+            state.rows = new if state.rows is None else self._rows.join((state.rows, new))
             complete = min(state.end, self._sizes.max_model_len) // size * size
             if complete > state.num_computed:
                 texts.append(self._text(part.slot, state, state.num_computed, complete, part.blocks))
@@ -197,13 +198,13 @@ class HeadDrafter(SteppingDrafter):
             state = part.state
             if not state.is_lost and state.rows is not None and self._slots[part.slot] is state:
                 self._settle(state, part.blocks)
+                if state.end > self._sizes.max_model_len:  # nothing more is drafted, and no block is left to compute
+                    state.is_lost, state.rows = True, None
 
     def _text(self, slot: int, state: _Slot, start: int, end: int, blocks: I32) -> _Text:
         """Return the positions [start, end) of a slot, whose rows are the large model's."""
         assert self._batch is not None and state.rows is not None
-        given = state.rows[start - state.first : end - state.first]
-        hidden: Rows = np.zeros((end - start, self._nodes.width), given.dtype)
-        hidden[:, : given.shape[1]] = given
+        hidden = self._rows.as_input(state.rows[start - state.first : end - state.first], is_own=False)
         return _Text(slot, start, self._batch.tokens[slot, start + 1 : end + 1].copy(), hidden, blocks)
 
     def _compute(self, texts: Sequence[_Text]) -> None:
@@ -230,7 +231,7 @@ class HeadDrafter(SteppingDrafter):
         for index in range(state.num_named, state.num_computed // size):
             last = (index + 1) * size - 1
             if last >= state.first:
-                self._tails[int(blocks[index])] = state.rows[last - state.first].copy()
+                self._tails[int(blocks[index])] = state.rows[last - state.first : last - state.first + 1].copy()
         for index in range(state.num_named, min(state.num_computed // size, len(state.seq.hashes))):
             self._content[int(blocks[index])] = state.seq.hashes[index]
             state.num_named = index + 1
@@ -276,8 +277,7 @@ class HeadDrafter(SteppingDrafter):
         for slot, ids in zip(slots, last, strict=True):
             state, blocks = self._slots[slot], self._table[slot]
             if depth:
-                hidden: Rows = np.zeros((1, self._nodes.width), self._own[slot].dtype)
-                hidden[0, self._nodes.width - len(self._own[slot]) :] = self._own[slot]
+                hidden = self._rows.as_input(self._own[slot], is_own=True)
                 texts.append(_Text(slot, state.end + depth - 1, np.array(ids, np.int32), hidden, blocks))
             else:
                 start = min(state.num_computed, state.end - 1)
@@ -291,8 +291,8 @@ class HeadDrafter(SteppingDrafter):
         if masks is not None and of_head is not None:
             masks.bits = chosen_bits(masks.bits, of_head)
         result = self._run(texts, rows, masks)
-        assert result.tapped is not None, "the head was asked for its rows"
-        self._own = dict(zip(slots, result.tapped[self._nodes.own], strict=True))
+        own = self._rows.own(result)
+        self._own = {slot: own[row : row + 1] for row, slot in enumerate(slots)}
         if not depth:
             for slot in slots:
                 self._slots[slot].num_computed = self._slots[slot].end
@@ -313,7 +313,7 @@ class HeadDrafter(SteppingDrafter):
         slots, starts = [text.slot for text in texts], [text.start for text in texts]
         plan = self._plan(slots, table, starts, [text.token_ids for text in texts], rows, masks)
         plan.tapped_rows = plan.logits_rows.astype(np.int64)
-        self._runner.submit(plan, np.concatenate([text.hidden for text in texts]))
+        self._runner.submit(plan, self._rows.join([text.hidden for text in texts]))
         result = self._runner.wait()
         if result.error is not None:
             raise InfercError(f"the step of the head failed: {result.error}")

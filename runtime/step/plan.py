@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,25 @@ F64 = NDArray[np.float64]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 Rows = NDArray[np.generic]  # [T, hidden_size], bfloat16 as its bits
+
+
+class HiddenRows(Protocol):
+    """Hidden rows that a head reads, wherever they are: `Rows` themselves, or a handle of rows on a device."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice | list[int], /) -> HiddenRows: ...
+
+    def copy(self) -> HiddenRows:
+        """Return the rows without whatever these are a part of."""
+
+
+@runtime_checkable
+class JoinableRows(HiddenRows, Protocol):
+    """Hidden rows on a device, which only their own kind can be put behind."""
+
+    def joined(self, others: Sequence[HiddenRows]) -> HiddenRows:
+        """Return these rows and those of the others, one behind the other."""
 
 
 @dataclass
@@ -293,6 +312,7 @@ class StepResult:
     nothing. None if there are no such rows.
     chosen_logprobs [S]: only if the plan wants them.
     tapped: values of the plan's tapped rows, or of the logits rows among them, by node.
+    kept: the same rows, for a head to read, if they stay on a device.
     """
 
     token_ids: I32
@@ -303,3 +323,4 @@ class StepResult:
     error: str | None = None  # the step failed: nothing else is valid
     chosen_logprobs: F32 | None = None
     tapped: dict[str, NDArray[Any]] | None = None
+    kept: HiddenRows | None = None

@@ -385,14 +385,14 @@ class Launch(Struct, frozen=True, omit_defaults=True, kw_only=True):
         return self.order in (None, order)
 
 
-class Launches(Struct, frozen=True):
+class Launches(Struct, frozen=True, omit_defaults=True):
     """The launches of a step, in parts.
 
     - begin: what runs once per step, before everything else.
-    - step: what computes the rows that the LM head reads.
-    - head: the LM head, for a limited number of these rows at a time.
+    - step: what computes the rows that the LM head reads; head: the LM head, for a limited number of them at a time.
     - sample: from the logits of these rows to token ids; keep: which of all ids count, in steps with drafted tokens.
     - score: from their logits to the likelihood of given tokens.
+    - rows: what keeps rows for a head that drafts, of its model, of its own tokens, of its own sampled rows; or empty.
     """
 
     begin: list[Launch]
@@ -401,9 +401,10 @@ class Launches(Struct, frozen=True):
     sample: list[Launch]
     keep: list[Launch]
     score: list[Launch]
+    rows: list[Launch] = []
 
     def __iter__(self) -> Iterator[Launch]:
-        for part in (self.begin, self.step, self.head, self.sample, self.keep, self.score):
+        for part in (self.begin, self.step, self.head, self.sample, self.keep, self.score, self.rows):
             yield from part
 
 

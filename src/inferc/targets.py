@@ -135,6 +135,7 @@ TARGETS: tuple[TargetSpec, ...] = (
         deterministic="on_request",
         token_budget=8192,
         more_targets=True,
+        heads=True,
     ),
     TargetSpec(
         "onnx",

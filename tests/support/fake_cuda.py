@@ -139,7 +139,12 @@ class FakeCuda:
         self._kernels = {
             name: value for module in _modules() for name, value in vars(module).items() if name.endswith("_kernel")
         }
-        for path in sorted(folder.glob("kernels/*/records.json")) if folder else []:
+        if folder is not None:
+            self.know_all(folder)
+
+    def know_all(self, folder: Path) -> None:
+        """Tell the driver what the cubins of an artifact compute."""
+        for path in sorted(folder.glob("kernels/*/records.json")):
             for record in read_typed(path.read_bytes(), list[LaunchRecord]):
                 suffix = "ptx" if path.parent.name == "ptx" else "cubin"
                 self.know((path.parent / f"{record.name}.{suffix}").read_bytes(), record)

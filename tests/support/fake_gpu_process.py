@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+from inferc.codegen.triton import code
 from inferc.codegen.triton.aot.occupancy import PROGRAMS
 from inferc.codegen.triton.calls import matmul
 from inferc.compiler import build as compiler
@@ -26,6 +28,18 @@ def compiled_quickly() -> Iterator[None]:
         mock.patch.dict(PROGRAMS, dict.fromkeys(PROGRAMS, 20)),
         mock.patch.object(compiler, "capture", partial(capture, check=False)),
     ):
+        yield
+
+
+@contextmanager
+def without_ptx() -> Iterator[None]:
+    """Have artifacts for a GPU no PTX, which their tests on the fake one need not."""
+    write = code.write_code
+
+    def write_no_ptx(*arguments: Any, with_ptx: bool = True) -> Any:
+        return write(*arguments, with_ptx=False)
+
+    with mock.patch.object(code, "write_code", write_no_ptx):
         yield
 
 

@@ -8,7 +8,9 @@ import expert_cases
 import torch
 from triton_cases import BF16, F16, F32, Case, behind, dtype_name, empty, misaligned, numbers, ops, to_pool
 
+from inferc.codegen.triton.kernels.concat import concat
 from inferc.codegen.triton.kernels.embedding_int8 import embedding_int8
+from inferc.codegen.triton.kernels.head_rows import head_input, keep_rows
 from inferc.codegen.triton.kernels.kv_write import kv_write
 from inferc.codegen.triton.kernels.layer_norm import norm_parts
 from inferc.codegen.triton.kernels.pointwise import pointwise
@@ -206,6 +208,63 @@ def embedding_int8_cases() -> Iterator[Case]:
         yield Case(f"{rows}x{width} {dtype}", source, tensors, expected, {"num_tokens": rows})
 
 
+def concat_cases() -> Iterator[Case]:
+    for dtype, rows, widths in ((F32, 1, (1, 1)), (BF16, 3, (96, 40)), (F16, 2, (1000, 1025)), (BF16, 5, (4096, 4096))):
+        packed = numbers(rows, sum(widths) + 8, dtype=dtype)
+        x, other = packed[:, : widths[0]], packed[:, packed.shape[1] - widths[1] :]
+        unaligned = ("other_ptr",) if misaligned(other) else ()
+        strides = (packed.stride(0), packed.stride(0), sum(widths) + 3)
+        source = concat(dtype_name(dtype), "tokens", widths, strides, unaligned)
+        out = empty(rows, strides[2], dtype=dtype)
+        expected = out.clone()
+        expected[:rows, : sum(widths)] = torch.cat((x, other), -1)
+        tensors = {"x_ptr": x, "other_ptr": other, "out_ptr": out}
+        yield Case(f"{rows}x{widths} {dtype}", source, tensors, {"out_ptr": expected}, {"num_tokens": rows})
+
+
+KEPT_ROWS = 9  # that a store of the cases has
+
+
+def keep_rows_cases() -> Iterator[Case]:
+    for dtype, rows, width, column, stride, kept_stride, has_rows in (
+        (F32, 1, 16, 0, 16, 16, False),
+        (BF16, 5, 96, 96, 129, 288, False),
+        (BF16, 4, 2500, 2500, 2564, 7500, False),
+        (BF16, 3, 96, 0, 96, 96, True),
+    ):
+        x, kept = numbers(7, stride, dtype=dtype), empty(KEPT_ROWS - 1, kept_stride, dtype=dtype)
+        chosen, order = (torch.arange(rows, dtype=torch.int32) * step % 7 for step in (3, 5))
+        order[rows // 2] = order[0] if rows == 1 else -1  # one that nobody wants
+        expected = kept.clone()
+        for at, number in enumerate(order.tolist()):
+            if number >= 0:
+                expected[number, column : column + width] = x[chosen[at] if has_rows else at, :width]
+        source = keep_rows(dtype_name(dtype), "rows" if has_rows else "tokens", kept_stride, has_rows=has_rows)
+        place = torch.tensor([stride, column, width], dtype=torch.int32)
+        tensors = {"x_ptr": x, "numbers_ptr": order, "kept_ptr": kept, "place_ptr": place}
+        if has_rows:
+            tensors["rows_ptr"] = chosen
+        counts = {"num_rows" if has_rows else "num_tokens": rows}
+        yield Case(f"{rows}x{width} {dtype} rows {has_rows}", source, tensors, {"kept_ptr": expected}, counts)
+
+
+def head_input_cases() -> Iterator[Case]:
+    for dtype, rows, given, own in ((F32, 1, 3, 1), (BF16, 4, 288, 96), (F16, 5, 3000, 1000)):
+        of_model, of_head = (numbers(KEPT_ROWS, width, dtype=dtype) for width in (given, own))
+        order = torch.tensor([4, -1, 0, -KEPT_ROWS, KEPT_ROWS - 1][:rows], dtype=torch.int32)
+        out = empty(rows, given + own + 5, dtype=dtype)
+        expected = out.clone()
+        expected[:rows, : given + own] = 0
+        for at, number in enumerate(order.tolist()):
+            if number >= 0:
+                expected[at, :given] = of_model[number]
+            else:
+                expected[at, given : given + own] = of_head[-1 - number]
+        source = head_input(dtype_name(dtype), given, own, given + own + 5)
+        tensors = {"given_ptr": of_model, "own_ptr": of_head, "numbers_ptr": order, "out_ptr": out}
+        yield Case(f"{rows}x{given}+{own} {dtype}", source, tensors, {"out_ptr": expected}, {"num_tokens": rows})
+
+
 KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "norm_parts": norm_parts_cases,
     "pointwise": pointwise_cases,
@@ -213,6 +272,9 @@ KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "resize_heads": resize_heads_cases,
     "kv_write": kv_write_cases,
     "embedding_int8": embedding_int8_cases,
+    "concat": concat_cases,
+    "keep_rows": keep_rows_cases,
+    "head_input": head_input_cases,
     **expert_cases.KERNELS,
 }
 """The cases of each kernel."""

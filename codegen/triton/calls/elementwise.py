@@ -10,6 +10,7 @@ from torch import fx
 
 from inferc.codegen.triton.aot.source import POINTERS, Source
 from inferc.codegen.triton.calls.builder import ROWS, Builder, Call
+from inferc.codegen.triton.kernels import concat as concatenation
 from inferc.codegen.triton.kernels import (
     embedding_int8,
     gather_rows,
@@ -119,6 +120,17 @@ def embedding_by_position(node: fx.Node, values: Values) -> Call:
     source = gather_rows.gather_rows(dtype_name(out.dtype), ROWS[out.pool], out.width, out.width, out.stride)
     signature = {**source.signature, "index_ptr": POINTERS["int64"]}
     return b.done("gather_rows", out, replace(source, signature=signature))
+
+
+def concat(node: fx.Node, values: Values) -> Call:
+    b = Builder(node, values)
+    x, other = (
+        b.place(name, values.operand(each)) for name, each in zip(("x_ptr", "other_ptr"), b.arg("tensors"), strict=True)
+    )
+    out = b.write("out_ptr")
+    widths, strides = (x.width, other.width), (x.stride, other.stride, out.stride)
+    source = concatenation.concat(dtype_name(out.dtype), ROWS[out.pool], widths, strides, b.unaligned())
+    return b.done("concat", out, source)
 
 
 def resize_heads(node: fx.Node, values: Values) -> Call:

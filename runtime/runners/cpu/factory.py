@@ -22,6 +22,7 @@ ALONE: frozenset[Capability] = IN_RANKS | {
     "adapters",
     "drafts",
     "grammars",
+    "heads",
     "kv_disk",
     "kv_evict_heavy_hitters",
     "logits_processors",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from inferc.config import EngineConfig
+from inferc.config import EngineConfig, ResolvedEngineConfig
 from inferc.runtime.adapters.store import stored_bytes
 from inferc.runtime.artifact.load import Artifact
 from inferc.runtime.offload.disk import open_disk
@@ -14,6 +14,7 @@ from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
 from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.engines import Engines, open_engines
 from inferc.runtime.runners.cuda.footprint import kv_available
+from inferc.runtime.runners.cuda.head_rows import MakeKeeper, keeper_for_head, keeper_for_model, most_given, most_own
 from inferc.runtime.runners.cuda.runner import CudaRunner
 from inferc.runtime.runners.cuda.weights import placer
 
@@ -59,7 +60,14 @@ class CudaRunnerFactory:
                 )
                 offloaded = () if disk is None else disk.map_files()
                 runner = CudaRunner(
-                    artifact, resolved, driver, placer(artifact), owns_driver=True, offloaded=offloaded, engines=engines
+                    artifact,
+                    resolved,
+                    driver,
+                    placer(artifact),
+                    owns_driver=True,
+                    offloaded=offloaded,
+                    engines=engines,
+                    make_keeper=_keeper(request, resolved),
                 )
                 before.pop_all()
             opened.callback(runner.close)
@@ -69,5 +77,18 @@ class CudaRunnerFactory:
         return OpenedRunner(runner, resolved, runner.arch, disk, () if disk is None else disk.num_blocks)
 
 
-CUDA = CudaRunnerFactory(OF_LAUNCHES | {"adapters", "drafts", "record"})
+def _keeper(request: RunnerRequest, config: ResolvedEngineConfig) -> MakeKeeper | None:
+    """Return what makes the keeper of a runner beside a head, or of the head's own; None for any other."""
+    artifact, beside = request.artifact, request.beside
+    if (store := request.row_store) is not None:
+        return lambda memory, writer, kernels: keeper_for_head(artifact, store, kernels, memory, writer)
+    if beside is None or beside.artifact.model.head is None:
+        return None
+    head = beside.artifact
+    given = most_given(config.max_num_batched_tokens, config.max_num_seqs, artifact.block_size)
+    num_rows = given + max(config.num_blocks), most_own(beside.config.token_budget("cuda"))
+    return lambda memory, writer, _: keeper_for_model(artifact, head, num_rows, memory, writer)
+
+
+CUDA = CudaRunnerFactory(OF_LAUNCHES | {"adapters", "drafts", "heads", "record"})
 TENSORRT_PAGED = CudaRunnerFactory(OF_LAUNCHES, open_engines)

@@ -16,6 +16,7 @@ from inferc.runtime.runners.api import RunnerRequest
 from inferc.runtime.runners.compiled import CompiledForCuda
 from inferc.runtime.runners.cuda.capacity import Capacity, buckets, most_of_all, most_rows, sample_rows
 from inferc.runtime.runners.cuda.cublaslt import WORKSPACE_BYTES
+from inferc.runtime.runners.cuda.head_rows import most_given, most_own, row_bytes
 from inferc.runtime.runners.cuda.input_layout import InputLayout
 from inferc.runtime.runners.cuda.output_layout import output_layout
 from inferc.runtime.runners.cuda.weights import placed_bytes
@@ -72,7 +73,7 @@ def buffers(artifact: CompiledForCuda, deterministic: bool) -> dict[str, Scratch
 
 def counts_bytes(artifact: CompiledForCuda, max_num_seqs: int) -> int:
     """Return the bytes of the penalty counts of all slots: one int32 per token of the vocabulary."""
-    return 4 * align_rows(artifact.vocab_size) * max_num_seqs
+    return 4 * align_rows(artifact.num_logits) * max_num_seqs
 
 
 def footprint(
@@ -82,13 +83,16 @@ def footprint(
     capacity = most_of_all(max_num_tokens, max_num_seqs)
     arena = artifact.program.memory_plan.arena
     blocks = [-(-artifact.max_model_len // artifact.block_size)] * len(artifact.kv_groups)
-    layout = InputLayout(capacity, sample_rows(max_num_seqs), blocks)
+    of_head = row_bytes(artifact.program)
+    layout = InputLayout(capacity, sample_rows(max_num_seqs), blocks, has_rows=of_head is not None)
     sizes = buffers(artifact, deterministic).values()
+    own_rows = 0 if of_head is None else most_own(max_num_tokens) * of_head[1]
     return Footprint(
         weights=placed_bytes(artifact.weights),
         arena=arena.num_bytes(most_rows(capacity, max_num_seqs)),
         scratch=sum(scratch_bytes(size, capacity, max_num_seqs) for size in sizes)
-        + counts_bytes(artifact, max_num_seqs),
+        + counts_bytes(artifact, max_num_seqs)
+        + own_rows,
         inputs=layout.num_bytes + output_layout(capacity.rows)["end"],
         workspace=workspace_bytes(artifact, deterministic),
         graphs=graphs_bytes(artifact, max_num_seqs, deterministic),
@@ -120,13 +124,16 @@ def kv_available(
     """
     seqs, tokens = config.max_num_seqs, config.token_budget("cuda")
     held = footprint(artifact, tokens, seqs, config.deterministic)
-    own = groups
+    own, others = groups, tuple[CacheGroup, ...]()
     if beside is not None:
         theirs = beside.config
         free_bytes -= footprint(
             beside.artifact, theirs.token_budget("cuda"), theirs.max_num_seqs, theirs.deterministic
         ).fixed
-        free_bytes, gpu, groups = max(0, free_bytes), f"{gpu} beside the draft model", (*groups, *beside.groups)
+        rows, of_blocks = _given_rows(beside, artifact.block_size, tokens, seqs)
+        others = (*beside.groups, *of_blocks)
+        free_bytes, gpu = max(0, free_bytes - rows), f"{gpu} beside the draft model"
+        groups = (*groups, *others)
     left = free_bytes - held.fixed
     least = _kv_bytes(artifact, groups, tokens, 1, MIN_LEN)
     wanted = least
@@ -134,7 +141,7 @@ def kv_available(
         wanted = config.kv_memory_bytes * _bytes_per_token(groups) // _bytes_per_token(own)
     if left >= wanted:
         limits = CacheLimits(artifact.block_size, artifact.max_model_len, seqs, tokens)
-        return left if beside is None else shared_part(own, beside.groups, limits, left)
+        return left if beside is None else shared_part(own, others, limits, left)
     parts = (
         f"weights {_gb(held.weights)}, activations {_gb(held.arena)}, scratch {_gb(held.scratch + held.workspace)},"
         f" graphs {_gb(held.graphs)}"
@@ -146,6 +153,20 @@ def kv_available(
         f"out of device memory: {gpu} has {_gb(free_bytes)} free, {missing} bytes less than are needed"
         f" ({parts}, KV cache {_gb(wanted)}, reserve {_gb(RESERVE_BYTES)}); {hint}"
     )
+
+
+def _given_rows(
+    beside: RunnerRequest, block_size: int, max_num_tokens: int, max_num_seqs: int
+) -> tuple[int, tuple[CacheGroup, ...]]:
+    """Return the bytes of the rows that a model keeps for the head beside it: a constant, and those of each KV block.
+
+    The last row of each block is kept as long as the block, so it counts as a KV group of its own.
+    """
+    sizes = row_bytes(beside.artifact.program)
+    if sizes is None:
+        return 0, ()
+    rows = most_given(max_num_tokens, max_num_seqs, block_size)
+    return round_up(rows * sizes[0], PAGE), (CacheGroup(-(-sizes[0] // block_size)),)
 
 
 def _that_fit(

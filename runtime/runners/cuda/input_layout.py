@@ -18,6 +18,7 @@ from inferc.runtime.runners.cuda.shared_prefixes import SharedPrefixes
 from inferc.runtime.step.plan import I32, I64, ROW_DTYPES, SampleRows, StepPlan
 
 ENGINE_INPUTS = ("token_ids", "positions", "logits_rows")
+ROW_NUMBERS = ("kept_numbers", "row_numbers")  # which rows a step keeps for a head, and which a head's step reads
 NUM_COUNTS = 5  # the numbers of tokens, logits rows and sequences; the index of the first row; the rows of the step
 
 ROW_FIELDS = {
@@ -55,7 +56,9 @@ class InputLayout:
     rows. The block tables come last, since only their used part is copied.
     """
 
-    def __init__(self, capacity: Capacity, sample_rows: int, max_blocks: Sequence[int]) -> None:
+    def __init__(
+        self, capacity: Capacity, sample_rows: int, max_blocks: Sequence[int], *, has_rows: bool = False
+    ) -> None:
         self.capacity, self.sample_rows = capacity, sample_rows
         self.num_chunks = -(-capacity.rows // sample_rows)
         self.fields: dict[str, Field] = {}
@@ -76,6 +79,8 @@ class InputLayout:
             self._add(name, np.int32, rows + 1)
         for name in ("token_ids", "late_rows", "late_slots", "adapter_ids"):
             self._add(name, np.int32, tokens)
+        for name in ROW_NUMBERS if has_rows else ():
+            self._add(name, np.int32, max(tokens, rows))
         self._add("positions", np.int64, tokens)
         for group in range(len(max_blocks)):
             self._add(f"slot_mapping_{group}", np.int64, tokens)

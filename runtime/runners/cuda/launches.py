@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from inferc.arena import Arena, MostRows
 from inferc.codegen.triton.aot.launch import grid_for
 from inferc.errors import ArtifactError
 from inferc.manifest import ADAPTED, PREFILL, SHARED
-from inferc.manifest_types import Launch, Where
+from inferc.manifest_types import Launch, Where, Written
 from inferc.manifest_types import Launches as StoredLaunches
 from inferc.runtime.runners.cuda.cublaslt import BoundProduct, CublasLt
 from inferc.runtime.runners.cuda.driver import Bound, Kernel
 from inferc.runtime.runners.cuda.engines import EngineCall, Engines, bind_call
+from inferc.runtime.runners.cuda.head_rows import Keep
 from inferc.runtime.runners.cuda.input_layout import InputLayout
 
 Grids = dict[str, tuple[int, int, int]]
@@ -78,6 +80,7 @@ class Launches:
     """All launches for steps that fit a layout whose inputs lie at `inputs` and whose results go to `outputs`.
 
     order: the order of addition, FAST or INVARIANT. cublaslt: computes the products that kernel records leave to it.
+    keeps: what keeps the rows of observable values for a head, by the value's number.
     """
 
     def __init__(
@@ -91,15 +94,12 @@ class Launches:
         order: str,
         cublaslt: CublasLt | None = None,
         engines: Engines | None = None,
+        keeps: Mapping[int, Sequence[Keep]] = MappingProxyType({}),
     ) -> None:
         self._kernels, self._addresses, self._cublaslt, self._engines = kernels, addresses, cublaslt, engines
         self._layout, self._inputs, self._outputs = layout, inputs, outputs
         self._order = order
-        self.step = [
-            self._bind(launch, 0) if launch.engine is None else self._bind_call(launch, launch.engine)
-            for launch in (*launches.begin, *launches.step)
-            if launch.is_for(order)
-        ]
+        self.step = self._bind_step([each for each in (*launches.begin, *launches.step) if each.is_for(order)], keeps)
         self._calls = [each for each in self.step if isinstance(each, EngineCall)]
         self.head = self._bind_chunks(launches.head)
         self.sample = self._bind_chunks(launches.sample)
@@ -186,6 +186,24 @@ class Launches:
         """Prepare the engines for the capture of a step of `counts`. Raises NotCapturable."""
         if self._engines is not None:
             self._engines.prepare(self._calls, counts, stream)
+
+    def _bind_step(self, launches: Sequence[Launch], keeps: Mapping[int, Sequence[Keep]]) -> list[Step | EngineCall]:
+        """Bind the launches up to the logits, with those that keep a value's rows behind the last that writes it."""
+        last = {written.id: at for at, launch in enumerate(launches) for written in launch.writes}
+        bound: list[Step | EngineCall] = []
+        for at, launch in enumerate(launches):
+            bound.append(self._bind(launch, 0) if launch.engine is None else self._bind_call(launch, launch.engine))
+            for written in launch.writes if keeps else ():
+                if last[written.id] == at:
+                    bound += [self._bind_keep(keep, written) for keep in keeps.get(written.id, ())]
+        return bound
+
+    def _bind_keep(self, keep: Keep, written: Written) -> Step:
+        of, (choice,) = self._addresses, keep.launch.choices
+        values = {name: self._address(where, 0) for name, where in keep.launch.arguments.items()}
+        values["x_ptr"] = of.arena + of.plan.address(written.value, written.offset, of.most) + written.column
+        values["place_ptr"] = keep.place
+        return Step(keep.launch, ((None, keep.kernels[choice.kernel].bind(values)),), None)
 
     def _bind_chunks(self, launches: Sequence[Launch]) -> list[list[Step]]:
         """Bind the launches of one part for each chunk of logits rows."""

@@ -36,6 +36,7 @@ from inferc.runtime.runners.cuda.driver import Driver
 from inferc.runtime.runners.cuda.engines import Engines
 from inferc.runtime.runners.cuda.footprint import buffers, scratch_bytes
 from inferc.runtime.runners.cuda.graphs import StepGraphs
+from inferc.runtime.runners.cuda.head_rows import MakeKeeper, RowStore, Writer
 from inferc.runtime.runners.cuda.launches import Addresses, BeforeRows, Launches, Observe, Part
 from inferc.runtime.runners.cuda.masks import MaskCopies
 from inferc.runtime.runners.cuda.offload_copies import OffloadCopies
@@ -45,7 +46,7 @@ from inferc.runtime.runners.cuda.step_buffers import StepBuffers
 from inferc.runtime.runners.cuda.step_inputs import StepInputs
 from inferc.runtime.runners.cuda.weights import placed_bytes
 from inferc.runtime.step.limits import StepLimits, outside
-from inferc.runtime.step.plan import F32, I32, I64, StepPlan, StepResult
+from inferc.runtime.step.plan import F32, I32, I64, HiddenRows, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class CudaRunner:
     - poison: fill memory with NaN first, so that tests notice reads of memory never written.
     - offloaded: host memory with the blocks of the KV cache's offload tier, per group [blocks, bytes of a block].
     - engines: compute the artifact's segments; once the runner is made, it owns them.
+    - make_keeper: makes what keeps rows of the steps on the device, for a head to read.
 
     Raises UnsupportedError for a GPU that the artifact has no code for, ConfigError if its memory is too small.
     """
@@ -75,19 +77,20 @@ class CudaRunner:
         poison: bool = False,
         offloaded: Sequence[NDArray[np.uint8]] = (),
         engines: Engines | None = None,
+        make_keeper: MakeKeeper | None = None,
     ) -> None:
         self._driver, self._artifact, self._owns_driver, self._engines = driver, artifact, owns_driver, engines
         self._entered = threading.local()
         self._enter()
         self.block_size = artifact.block_size
-        self.vocab_size = artifact.vocab_size
+        self.vocab_size = artifact.num_logits
         self.num_blocks = config.num_blocks
         self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.limits = StepLimits(
             self.max_num_tokens,
             self.max_num_seqs,
             max(self.max_num_tokens, self.max_num_seqs),
-            self.vocab_size,
+            artifact.vocab_size,
             self.num_blocks,
             self.block_size,
             num_offloaded=tuple(map(len, offloaded)),
@@ -103,6 +106,9 @@ class CudaRunner:
         self._kernels = code.load_kernels(
             Path(cubins[self.arch]), artifact.records[self.arch], artifact.contents, driver, command
         )
+        self._keeper = None
+        if make_keeper is not None:
+            self._keeper = make_keeper(self._memory, Writer(driver, self._stream), self._kernels)
         self._addresses = self._allocate(poison, place_weights)
         self._blocks = Blocks(driver, self._stream, self._groups, self._addresses.caches, self.block_size)
         self._cublaslt = self._open_cublaslt()
@@ -159,6 +165,8 @@ class CudaRunner:
         self._adapters = DeviceAdapters.of(artifact, self._driver, self._stream, self._memory)
         if self._adapters is not None:
             state["adapters"] = self._adapters.table
+        if self._keeper is not None:
+            state |= self._keeper.state
         self._inputs = StepInputs(
             self._driver,
             self._stream,
@@ -167,6 +175,7 @@ class CudaRunner:
             sample_rows(self.max_num_seqs),
             [-(-artifact.max_model_len // self.block_size)] * len(self._groups),
             self._shared_settings(),
+            has_rows=self._keeper is not None,
         )
         self._outputs = new(output_layout(self._most.rows)["end"])
         return Addresses(place_weights(self._driver, weights), caches, state, arena, plan, most, scratch, new(256))
@@ -198,17 +207,17 @@ class CudaRunner:
 
     # ----------------------------------------------------------------------------------- steps
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, hidden: HiddenRows | None = None) -> None:
         """Give the device a step and its sampling; `wait` returns its result.
 
-        Raises RequestError for a plan out of bounds.
+        hidden: the rows that a head reads. Raises RequestError for a plan out of bounds.
         """
         self.limits.check(plan)
         self._enter()
         step = self._free.popleft()
         step.error = None
         try:
-            self._submit(plan, step)
+            self._submit(plan, step, hidden)
         except Exception as error:  # every step must give a result, or `wait` would block forever
             log.exception("step failed")
             step.error = str(error)
@@ -216,11 +225,11 @@ class CudaRunner:
                 self._driver.wait(self._stream)  # copies from the step's host memory may be under way
         self._pending.append(step)
 
-    def _submit(self, plan: StepPlan, step: StepBuffers) -> None:
+    def _submit(self, plan: StepPlan, step: StepBuffers, hidden: HiddenRows | None) -> None:
         self._offload_copies.load(plan.loads)
         self._blocks.share(plan.copies)
         capacity, as_graph = self._capacity(plan)
-        shares = self._send(plan, step, capacity)
+        shares = self._send(plan, step, capacity, hidden=hidden)
         step.has_drafts = len(plan.num_drafted) > 0
         if plan.masks is None:
             self._launch(plan, capacity, as_graph, shares, "whole")
@@ -277,6 +286,7 @@ class CudaRunner:
             log.exception("step failed")
             step.error = str(error)
         finally:
+            step.kept = None
             self._free.append(step)
         return StepResult(np.zeros(0, np.int32), error=step.error)
 
@@ -347,8 +357,19 @@ class CudaRunner:
             found[int(name)] = (self.block_size, how.members, how.keys, layer_bytes)
         return found
 
-    def _send(self, plan: StepPlan, step: StepBuffers, capacity: Capacity, target_ids: I32 | None = None) -> bool:
-        shares = self._inputs.send(plan, step, capacity, target_ids)
+    def _send(
+        self,
+        plan: StepPlan,
+        step: StepBuffers,
+        capacity: Capacity,
+        target_ids: I32 | None = None,
+        hidden: HiddenRows | None = None,
+    ) -> bool:
+        more: dict[str, I32] = {} if target_ids is None else {"target_ids": target_ids}
+        if self._keeper is not None:
+            numbers, step.kept = self._keeper.numbers(plan, hidden)
+            more |= numbers
+        shares = self._inputs.send(plan, step, capacity, more)
         self._sent = capacity, shares
         return shares
 
@@ -367,8 +388,14 @@ class CudaRunner:
                 self._order,
                 self._cublaslt,
                 self._engines,
+                {} if self._keeper is None else self._keeper.keeps,
             )
         return self._launches[capacity]
+
+    @property
+    def row_store(self) -> RowStore | None:
+        """The rows that steps leave for a head to read; None without a head."""
+        return None if self._keeper is None else self._keeper.store
 
     # --------------------------------------------------------------------------------- K and V
 
@@ -460,6 +487,8 @@ class CudaRunner:
         self._graphs.close()
         for kernel in self._kernels.values():
             kernel.unload()
+        if self._keeper is not None:
+            self._keeper.unload()
         if self._cublaslt is not None:
             self._cublaslt.close()
         if self._engines is not None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inferc.runtime.runners.cuda.capacity import Capacity
 from inferc.runtime.step.limits import MAX_TOP_LOGPROBS
-from inferc.runtime.step.plan import I32, Logprobs, StepResult
+from inferc.runtime.step.plan import I32, HiddenRows, Logprobs, StepResult
 
 
 @dataclass
@@ -31,12 +31,13 @@ class StepBuffers:
     num_logprobs: list[int] | None = None
     wants_logprobs: bool = False
     places: Mapping[str, int] = field(default_factory=dict)
+    kept: HiddenRows | None = None  # the rows that the step keeps for a head
     error: str | None = None
 
     def result(self) -> StepResult:
         """Return the result that the device wrote for the step."""
         if not self.num_rows:
-            return StepResult(np.zeros(0, np.int32))
+            return StepResult(np.zeros(0, np.int32), kept=self.kept)
         ids = self._read("token_ids", np.int32).copy()
         failed = ids < 0
         logprobs: list[Logprobs | None] | None = None
@@ -51,7 +52,7 @@ class StepBuffers:
                 logprobs.append(found if count and not failed[row] else None)
         ids[failed] = 0
         chosen = self._read("logprobs", np.float32).copy() if self.wants_logprobs else None
-        return StepResult(ids, logprobs, failed if failed.any() else None, chosen_logprobs=chosen)
+        return StepResult(ids, logprobs, failed if failed.any() else None, chosen_logprobs=chosen, kept=self.kept)
 
     @property
     def token_ids(self) -> I32:

@@ -24,7 +24,7 @@ class StepInputs:
     """The memory on the device that steps read their inputs from, and the copies that fill it.
 
     address: where the inputs lie. sharing: the arguments of `shared_prefixes` by KV group, for the groups whose shared
-    prefixes are read once for several sequences.
+    prefixes are read once for several sequences. has_rows: steps keep rows for a head, or read such rows.
     """
 
     def __init__(
@@ -36,9 +36,12 @@ class StepInputs:
         sample_rows: int,
         max_blocks: Sequence[int],
         sharing: Mapping[int, tuple[int, int, int, int]],
+        *,
+        has_rows: bool = False,
     ) -> None:
         self._driver, self._stream, self._device = driver, stream, device
         self._sample_rows, self._max_blocks, self.sharing = sample_rows, max_blocks, sharing
+        self._has_rows = has_rows
         self._layouts: dict[Capacity, InputLayout] = {}
         self.num_bytes = self.layout(most).num_bytes
         self.address = device.new(self.num_bytes, zero=True)  # zeroed because engines run once before the first step
@@ -47,11 +50,13 @@ class StepInputs:
     def layout(self, capacity: Capacity) -> InputLayout:
         """Return where each input lies in steps of this capacity."""
         if capacity not in self._layouts:
-            self._layouts[capacity] = InputLayout(capacity, self._sample_rows, self._max_blocks)
+            self._layouts[capacity] = InputLayout(
+                capacity, self._sample_rows, self._max_blocks, has_rows=self._has_rows
+            )
         return self._layouts[capacity]
 
-    def send(self, plan: StepPlan, buffers: StepBuffers, capacity: Capacity, target_ids: I32 | None = None) -> bool:
-        """Write the plan and copy it to the device.
+    def send(self, plan: StepPlan, buffers: StepBuffers, capacity: Capacity, more: Mapping[str, I32]) -> bool:
+        """Write the plan and copy it to the device. more: inputs that are not in the plan, by name.
 
         Return whether sequences share a prefix that is read once for them.
         """
@@ -66,8 +71,8 @@ class StepInputs:
         views = buffers.views[capacity]
         copies = layout.write(plan, views, prefixes)
         views["lists"][:] = self._send_lists(plan, buffers)
-        if target_ids is not None:
-            views["target_ids"][: len(target_ids)] = target_ids
+        for name, values in more.items():
+            views[name][: len(values)] = values
         start = buffers.inputs.ctypes.data
         for offset, size in copies:
             if size:

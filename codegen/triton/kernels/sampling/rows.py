@@ -10,9 +10,9 @@ from inferc.codegen.triton.aot.source import COUNTS, POINTERS
 ROWS = tl.constexpr(COUNTS["rows"])  # the index into `counts_ptr` of the chunk's number of rows
 FIRST = tl.constexpr(3)  # the index into `counts_ptr` of the chunk's first row in the step
 ALL_ROWS = tl.constexpr(4)  # the index into `counts_ptr` of the step's number of rows
-# Bytes of a thread's registers that ptxas may spill. For some vocabularies it spills a row's parameters, which are read
-# once.
-STACK_BYTES = 32
+# Bytes of a thread's registers that ptxas may spill. For some vocabularies, most of them of few hundred tokens, it
+# spills a row's parameters, which are read once.
+STACK_BYTES = 64
 
 # The arguments of `is_changed`: penalties f32 [rows], starts of lists (CSR) i32 [rows + 1], slots i32 [rows], and the
 # addresses of the slots' counts of tokens, i64; mask_rows i32 [rows]: which row of the masks is the row's own, or -1.
