@@ -56,6 +56,10 @@ NO_PREFIX_CACHE = Option("`--no-prefix-cache`", _given("--no-prefix-cache", lamb
 SPECULATE = Option("`--speculate`", _speculation())
 DRAFT_RUNNER = Option("`--speculate mtp`, `draft:PATH` or `eagle3:PATH`", _speculation("mtp", "draft", "eagle3"))
 HEAD = Option("`--speculate mtp` or `eagle3:PATH`", _speculation("mtp", "eagle3"))
+BRANCHES = Option(
+    "`--speculate-branches`",
+    _given("--speculate-branches", lambda config: config.speculate_branches if config.speculate_branches > 1 else None),
+)
 ADAPTER = Option("`--adapter`", _given("--adapter", lambda config: " ".join(config.adapters)))
 RECORD = Option("`--record`", _given("--record", lambda config: config.record))
 TAP = Option("`--tap`", _given("--tap", lambda config: " ".join(config.tap)))
@@ -107,6 +111,7 @@ _OWN_KERNELS = "it chooses its own kernels and threads"
 ASKED: tuple[Asked, ...] = (
     Asked(KV_DISK, "kv_disk", _NO_BLOCKS),
     Asked(SPECULATE, "drafts", "its steps sample one token of a sequence"),
+    Asked(BRANCHES, "draft_trees", "its steps compute one chain of drafts of a sequence"),
     Asked(GRAMMAR_BACKEND, "grammars", "its answers are not held to a form"),
     Asked(HEAD, "heads", "its steps show no rows to a head"),
     Asked(KV_EVICT, "kv_evict", _NO_BLOCKS),

@@ -441,7 +441,7 @@ class Engine:
         self._submitted_at.append(self._clock())
         stats.num_steps += 1
         stats.scheduled_tokens += plan.num_tokens
-        stats.step_seqs += plan.num_seqs
+        stats.step_seqs += plan.num_seqs - plan.num_branches
         stats.step_tokens[bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
         stats.submit_seconds += time.perf_counter() - started
 

@@ -138,6 +138,7 @@ class DraftModel:
             kv_memory_bytes="auto" if num_blocks is None else num_blocks * self._block_bytes,
             max_num_batched_tokens=self._budget,
             speculate="none",
+            speculate_branches=1,
             prefix_cache=False,
             kv_events=False,
             record=None,
@@ -159,7 +160,12 @@ class DraftModel:
         opened = factory.open(self.request(num_blocks))
         log.info("%s: %.1f MB of K and V", self.option, num_blocks * self._block_bytes / 1e6)
         sizes = DraftSizes(
-            artifact.block_size, artifact.max_model_len, artifact.vocab_size, len(self.groups), self._budget
+            artifact.block_size,
+            artifact.max_model_len,
+            artifact.vocab_size,
+            len(self.groups),
+            self._budget,
+            config.speculate_branches - 1,
         )
         head = artifact.model.head
         if head is None:

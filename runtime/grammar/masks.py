@@ -68,7 +68,7 @@ class Constraint:
 class _Row:
     """A sequence whose masks are made: its tokens from `start` on, the last of which may still be being sampled.
 
-    drafted: the tokens that were drafted behind them. rows: where the masks go, one more than there are of these.
+    ways: of each mask, the tokens that were drafted behind them on the way to it. rows: where the masks go.
     """
 
     slot: int
@@ -76,7 +76,7 @@ class _Row:
     start: int
     token_ids: list[int]
     is_pending: bool
-    drafted: list[int]
+    ways: list[list[int]]
     rows: list[int]
 
 
@@ -140,8 +140,8 @@ class _StepMasks:
         """Go to the place of a row's last mask, fill those before, and return whether the last is to be filled."""
         bits, constraint, begun = self._owner.bits, row.constraint, thread_time()
         try:
-            for count, at in enumerate(row.rows):
-                fits = constraint.go_to(row.start, token_ids + row.drafted[:count])
+            for way, at in zip(row.ways, row.rows, strict=True):
+                fits = constraint.go_to(row.start, token_ids + way)
                 if thread_time() - begun > MOST_SECONDS:
                     log.error("slot %d: its form takes more than %g s a step", row.slot, MOST_SECONDS)
                     bits[row.rows] = 0
@@ -224,10 +224,10 @@ class MaskMaker:
                 first = int(prompt_len[slot])
                 start, known = constraint.num_handed, min(int(num_known[slot]) - first, count)
                 ids = tokens[slot, first + start : first + known].tolist()
-                drafted = plan.token_ids[plan.logits_rows[at + 1 : end]].tolist()
+                ways = plan.drafts_of(at, num_drafted + 1) if num_drafted else [[]]
                 rows = [slot, *range(spare, spare + num_drafted)]
                 spare += num_drafted
-                found.append(_Row(slot, constraint, start, ids, known < count, drafted, rows))
+                found.append(_Row(slot, constraint, start, ids, known < count, ways, rows))
                 mask_rows[at:end] = rows
                 constraint.num_handed = count
             at = end

@@ -47,6 +47,7 @@ class FullGroup:
         self.begins, self.ends, self.num_offloaded = slots.begins, slots.ends, slots.num_offloaded
         self.block_size, self._blocks_for = limits.block_size, limits.blocks_for
         self.table: I32 = np.zeros((limits.max_num_seqs, limits.blocks_for(limits.max_model_len)), np.int32)
+        self.lent: list[int] = []  # blocks that belong to no sequence, see KVCacheManager.lend
         # A step computes only what there is room for, so a sequence never holds more of the arena than there is.
         self.most = min(spec.most_blocks(limits), pool.size)
         chunk = limits.blocks_for(limits.max_num_batched_tokens) + 1
@@ -229,7 +230,9 @@ class FullGroup:
         assert (held & ~is_offloaded).sum(1).max() <= self.most, "a slot holds more than it can ever need"
         others = self._held_besides()
         apart = others >= self.pool.num_blocks
-        self.pool.check_integrity(np.append(self.table[held & ~is_offloaded], others[~apart]))
+        self.pool.check_integrity(
+            np.concatenate((self.table[held & ~is_offloaded], others[~apart], self.lent)).astype(int)
+        )
         if isinstance(self.store, OffloadedBlocks):
             self.store.pool.check_integrity(np.append(self.table[held & is_offloaded], others[apart]))
 

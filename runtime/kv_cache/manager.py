@@ -279,6 +279,19 @@ class KVCacheManager:
                 self._changed.append(slot)
         self.next_unseen[slot] = self._unseen_from(self.begins[:, slot].tolist())
 
+    def lend(self, count: int) -> list[list[int]]:
+        """Take `count` free blocks of every group that belong to no sequence, until they are taken back."""
+        blocks = [pool.take(count) for pool in self.pools]
+        for group, own in zip(self.groups, blocks, strict=True):
+            group.lent += own
+        return blocks
+
+    def take_back(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Free blocks that were lent, of every group."""
+        for group, own in zip(self.groups, blocks, strict=True):
+            group.lent = [block for block in group.lent if block not in own]
+            group.pool.drop(own)
+
     def offload(self, index: int, block: int, stored: int, slots: I64) -> int:
         """Replace a block of the arena by its offloaded copy, for those of `slots` that have it; return how many."""
         moved = self.groups[index].offload(block, stored, slots)

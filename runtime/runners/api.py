@@ -20,6 +20,7 @@ from inferc.targets import find_spec
 Capability = Literal[
     "adapters",  # rows may have LoRA adapters, which are loaded and unloaded between steps (runtime/adapters)
     "drafts",  # a step samples several rows of a sequence whose tokens were drafted
+    "draft_trees",  # several tokens may be drafted for one place (StepTree)
     "grammars",  # rows may choose among some tokens only, by a mask of bits (StepMasks)
     "heads",  # its steps show the rows that a head reads, and such heads run on it
     "kv_disk",  # KV blocks move to the offload tier and back

@@ -21,7 +21,7 @@ from inferc.errors import ArtifactError, UnsupportedError
 from inferc.ir import program as program_lib
 from inferc.ir.adapter_sites import Adapters
 from inferc.ir.program import name_of
-from inferc.ir.reference import new_kv_caches, no_adapters, run_step
+from inferc.ir.reference import IN_PLACE, new_kv_caches, no_adapters, run_step
 from inferc.runtime.adapters.arrange import ArrangedAdapter, sizes_of
 from inferc.runtime.artifact.files import AGAIN
 from inferc.runtime.artifact.load import Artifact
@@ -29,7 +29,7 @@ from inferc.runtime.runners.api import Capability, OpenedRunner, RunnerRequest
 from inferc.runtime.runners.dense.host_sampler import HostSampler, log_softmax
 from inferc.runtime.runners.hidden_rows import has_hidden_rows
 from inferc.runtime.runners.nodes import Node
-from inferc.runtime.step.plan import F32, I32, Rows, StepPlan, StepResult
+from inferc.runtime.step.plan import F32, I32, Copies, Rows, StepPlan, StepResult
 
 
 class ReferenceRunner:
@@ -51,6 +51,8 @@ class ReferenceRunner:
 
     def wait(self) -> StepResult:
         plan, adapters, given = self._queue.popleft()
+        for cache, copies in zip(self._caches, plan.copies, strict=False):
+            _copy_slots(cache, copies)
         tapped: dict[str, Tensor] = {}
         result = self._sampler.sample(plan, self._step(plan, tapped, adapters, given)[1].numpy())
         values = _tapped_rows(plan, tapped, self._taps) if len(plan.tapped_rows) else None
@@ -122,7 +124,14 @@ class ReferenceRunner:
             if (name := name_of(node)) in self._taps and tapped is not None and isinstance(value, Tensor):
                 tapped[name] = value.clone()
 
-        hidden, logits = run_step(self._program, inputs, self._read_weight, observe if self._taps else None)
+        def echo(node: fx.Node, value: Any) -> None:
+            observe(node, value)
+            if plan.tree is not None and node.target in IN_PLACE:  # as soon as a layer has written its K and V
+                for cache, copies in zip(self._caches, plan.tree.echoes, strict=True):
+                    _copy_slots(cache, copies)
+
+        watches = echo if plan.tree is not None else observe if self._taps else None
+        hidden, logits = run_step(self._program, inputs, self._read_weight, watches)
         return hidden, logits
 
     def _read_weight(self, name: str) -> Tensor:
@@ -164,6 +173,13 @@ def _padded(adapter: ArrangedAdapter, room: Adapters, dtype: str) -> Tensor:
     return torch.cat(parts)
 
 
+def _copy_slots(cache: Tensor, copies: Copies) -> None:
+    """Copy slots of a canonical cache [blocks, layers, parts, block_size, heads, row] to others, in every layer."""
+    size = cache.shape[3]
+    source, target = torch.from_numpy(copies.source), torch.from_numpy(copies.target)
+    cache[target // size, :, :, target % size] = cache[source // size, :, :, source % size]
+
+
 def graph_of(artifact: Artifact) -> program_lib.Program:
     """Return the lowered graph of an artifact. Raises ArtifactError if the graph cannot be parsed."""
     try:
@@ -194,8 +210,8 @@ class ReferenceRunnerFactory:
     """The factory of the reference target's runner, which supports a single rank."""
 
     def capabilities(self, artifact: Artifact) -> frozenset[Capability]:
-        found = {"adapters", "drafts", "grammars", "kv_evict", "kv_events", "logits_processors", "prefix_cache"}
-        found |= {"heads", "record", "taps", "threads"}
+        found = {"adapters", "draft_trees", "drafts", "grammars", "heads", "kv_evict", "kv_events", "logits_processors"}
+        found |= {"prefix_cache", "record", "taps", "threads"}
         if has_hidden_rows(artifact.program):
             found.add("vectors")
         return frozenset(found)  # type: ignore[arg-type]

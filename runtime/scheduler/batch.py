@@ -6,7 +6,7 @@ or leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.rules.dry import Penalties
 from inferc.runtime.rules.rules import Rules
+from inferc.runtime.scheduler.tree_rows import PlacedTree, add_branches, rows_of_trees
 from inferc.runtime.scheduler.waiting_queue import key_of
 from inferc.runtime.step.cost import StepWork
 from inferc.runtime.step.plan import F32, F64, I32, I64, U64, SampleRows, StepPlan, TokenLists
@@ -41,6 +42,7 @@ class _Lists:
 
 _NO_IDS = np.zeros(0, np.int32)
 _NO_PLACES = np.zeros(0, np.int64)
+_NO_TREES: Mapping[int, PlacedTree] = {}
 _NO_LISTS = _Lists(_NO_IDS, np.zeros(0, np.float32), _NO_IDS, _NO_IDS, _NO_IDS)
 
 
@@ -70,6 +72,8 @@ class _Shape:
     sample: SampleRows  # without counters, and without the end tokens that are banned at first
     has_min_output: bool
     adapter_ids: I32  # as in StepPlan
+    parents: I32 = field(default_factory=lambda: _NO_IDS)  # as in StepTree; empty if all drafts are chains
+    ways: list[list[int]] | None = None  # of each sampled row the drafted tokens before it, if any drafts are trees
     row_of: I64 | None = None  # [num_slots] the row of each slot in the shape; only if block tables are kept
     tables: tuple[_Tables, _Tables] = field(default_factory=lambda: (_Tables(), _Tables()))
     turn: int = 0
@@ -198,7 +202,7 @@ class Batch:
             start = seq.prompt_len + len(seq.logprobs)
             seq.logprobs += self.logprobs[slot, start : self.num_known[slot]].tolist()
 
-    def advance(self, slot: int, token_ids: list[int], logprobs: F32 | None, rows: slice) -> int:
+    def advance(self, slot: int, token_ids: list[int], logprobs: F32 | None, rows: list[int]) -> int:
         """Append the tokens that a step with drafts gave a slot, and return how many tokens it has now.
 
         logprobs: of all rows of the step. rows: those of these tokens. No step may be in flight.
@@ -305,13 +309,20 @@ class Batch:
             self._rows = Rows(seq_slots, slots, seqs, *limits)
         return self._rows
 
-    def plan(self, slots: I64, num_new: I64, cache: KVCacheManager, step: int, drafted: I64 | None = None) -> StepPlan:
+    def plan(
+        self,
+        slots: I64,
+        num_new: I64,
+        cache: KVCacheManager,
+        step: int,
+        drafted: I64 | None = None,
+        placed: Mapping[int, PlacedTree] = _NO_TREES,
+    ) -> StepPlan:
         """Make the plan that computes the next `num_new` tokens of each of `slots`, and advance the state accordingly.
 
         A sequence whose last token is among them samples one more token, which is counted from now on.
-
         drafted [B]: how many of the new tokens are drafted, and stand behind the others in `tokens`; None if none is.
-        They are not counted until the step has landed.
+        They are not counted until the step has landed. placed: by slot, the trees of which these are the chains.
         """
         start = self.num_computed[slots]
         end = start + num_new
@@ -320,7 +331,7 @@ class Batch:
         if all_decode and slots is self.order:
             shape = self._decode_shape = self._decode_shape or self._shape(slots, num_new, complete)
         else:
-            shape, self._decode_shape = self._shape(slots, num_new, complete, drafted), None
+            shape, self._decode_shape = self._shape(slots, num_new, complete, drafted, placed), None
             cache.take_changed()
         positions = start
         if not all_decode:
@@ -328,7 +339,7 @@ class Batch:
         block = positions // cache.block_size
         forgetting = cache.forgetting
         seen = end - forgetting.num_forgotten(slots)
-        max_blocks = cache.blocks_for(int(seen.max()))
+        max_blocks = cache.blocks_for(max(int(seen.max()), *(each.end for each in placed.values()), 0))
         pending_rows, pending_slots = self._pending(slots, shape)
         plan = StepPlan(
             token_ids=self.tokens[slots, start]
@@ -352,6 +363,8 @@ class Batch:
             adapter_ids=shape.adapter_ids,
             processed=self._processed(slots if all_decode else shape.sampled, shape) if self._processors else None,
         )
+        if placed:
+            add_branches(plan, placed, shape.parents, cache.block_size)
         self.num_computed[slots] = end
         self.num_tokens[slots] += complete
         self.last_step[slots] = step
@@ -408,12 +421,28 @@ class Batch:
         tables.stale = []
         return tables.of_groups
 
-    def _shape(self, slots: I64, num_new: I64, complete: Bool, drafted: I64 | None = None) -> _Shape:
+    def _shape(
+        self,
+        slots: I64,
+        num_new: I64,
+        complete: Bool,
+        drafted: I64 | None = None,
+        placed: Mapping[int, PlacedTree] = _NO_TREES,
+    ) -> _Shape:
         query_start_loc = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(num_new, out=query_start_loc[1:])
         sampled, logits_rows = slots[complete], query_start_loc[1:][complete] - 1
-        num_drafted, places = _NO_IDS, _NO_PLACES
-        if drafted is not None:
+        num_drafted, places, parents, ways = _NO_IDS, _NO_PLACES, _NO_IDS, None
+        if drafted is not None and placed:
+            known = self.num_known[sampled].tolist()
+            chains = [
+                self.tokens[slot, at : at + count].tolist()
+                for slot, at, count in zip(sampled.tolist(), known, drafted[complete].tolist(), strict=True)
+            ]
+            found = rows_of_trees(placed, sampled, logits_rows, chains, int(query_start_loc[-1]))
+            sampled, places, logits_rows = found.slots, found.places, found.logits_rows
+            num_drafted, parents, ways = found.num_drafted, found.parents, found.ways
+        elif drafted is not None:
             num_drafted = drafted[complete].astype(np.int32)
             counts = num_drafted + 1
             places = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -427,6 +456,8 @@ class Batch:
             places=places,
             logits_rows=logits_rows,
             num_drafted=num_drafted,
+            parents=parents,
+            ways=ways,
             sample=self._gather(sampled),
             has_min_output=bool(self.min_output[sampled].any()),
             adapter_ids=self.adapters[slots] if self.adapters[slots].any() else _NO_IDS,
@@ -472,9 +503,8 @@ class Batch:
         penalties: dict[int, Penalties] = {}
         for row, (slot, place) in enumerate(zip(slots.tolist(), places, strict=True)):
             if (rules := self._rules.get(slot)) is not None:
-                length = int(self.num_tokens[slot])
-                assert length == self.num_known[slot], "a step in flight samples what a rule depends on"
-                before = self.tokens[slot, : length + place]
+                assert self.num_tokens[slot] == self.num_known[slot], "a step in flight samples what a rule depends on"
+                before = self._before(shape, row, slot, place)
                 banned[row], penalties[row] = rules.banned(before), rules.penalties(before)
         rows.banned = rows.banned.with_more(len(slots), banned)
         added = {row: (each.token_ids, each.values) for row, each in penalties.items() if len(each.token_ids)}
@@ -484,13 +514,18 @@ class Batch:
         """Return the rows that logits processors change, with the tokens before each of them."""
         places = shape.places.tolist() or [0] * len(slots)
         rows = {
-            row: ProcessedRow(
-                processors, self.tokens[slot, : int(self.num_tokens[slot]) + place].copy(), int(self.prompt_len[slot])
-            )
+            row: ProcessedRow(processors, self._before(shape, row, slot, place).copy(), int(self.prompt_len[slot]))
             for row, (slot, place) in enumerate(zip(slots.tolist(), places, strict=True))
             if (processors := self._processors.get(slot)) is not None
         }
         return ProcessedRows(rows) if rows else None
+
+    def _before(self, shape: _Shape, row: int, slot: int, place: int) -> I32:
+        """Return the tokens before a sampled row: those of its slot, and `place` drafted ones."""
+        length = int(self.num_tokens[slot])
+        if shape.ways is None:
+            return self.tokens[slot, : length + place]
+        return np.concatenate((self.tokens[slot, :length], np.array(shape.ways[row], np.int32)))
 
     def _gather(self, slots: I64) -> SampleRows:
         bias = allowed = banned = TokenLists()

@@ -98,16 +98,17 @@ class Landing:
             assert seq is not None and seq.status is not Status.WAITING, "no step was scheduled meanwhile"
             seqs.append(seq)
             if each.num_drafted:
-                self._drafts.landed(each.slot, each.num_drafted, each.num_accepted)
-            rows = slice(each.first_row, each.first_row + len(each.ids))
-            known = batch.advance(each.slot, each.ids, result.chosen_logprobs, rows)
+                self._drafts.landed(each.slot, each.num_drafted, each.ids, each.num_accepted)
+            known = batch.advance(each.slot, each.ids, result.chosen_logprobs, each.rows)
             if seq.status is Status.FINISHED:  # aborted while this step was in flight
                 others[row] = None
                 continue
+            self._drafts.choose(each.slot, plan, each.rows)
             output = others[row] = Output(seq.request_id, seq.index, each.ids)
             if len(each.ids) > 1:
                 self._charge(seq, len(each.ids) - 1)
-            if result.logprobs is not None and (own := [one for one in result.logprobs[rows] if one is not None]):
+            of_rows = [] if result.logprobs is None else [result.logprobs[at] for at in each.rows]
+            if own := [one for one in of_rows if one is not None]:
                 output.logprobs = _asked(seq, own)
             if each.ids and known - len(each.ids) == seq.prompt_len:
                 self._note_first(output, seq)
@@ -120,7 +121,8 @@ class Landing:
                 self._end(seq)
                 self._forecast.lengths.learn(seq)
             else:
-                self._prefixes.cache_full_blocks(each.slot, known - 1)
+                self._prefixes.cache_full_blocks(each.slot, int(batch.num_computed[each.slot]))
+        self._drafts.end_step()
         return StepOutputs(seqs, np.zeros(len(found), np.int32), others)
 
     def _note_first(self, output: Output, seq: Sequence) -> None:

@@ -42,7 +42,7 @@ from inferc.runtime.scheduler.prefix_cache import PrefixCache
 from inferc.runtime.scheduler.slo_admission import SloAdmission
 from inferc.runtime.scheduler.waiting_queue import WaitingQueue
 from inferc.runtime.step.forecast import Caution, Forecast
-from inferc.runtime.step.plan import I64, StepPlan, StepResult
+from inferc.runtime.step.plan import I64, StepPlan, StepResult, joined
 from inferc.runtime.step.sequence import Sequence, Status, StepOutputs
 
 SAMPLED_COST = 2.0  # the cost of a sampled token for a client, relative to a prompt token
@@ -181,6 +181,7 @@ class Scheduler:
         self.wake_at = None
         self._budget = self.config.max_num_batched_tokens
         self._num_new.fill(0)
+        self.drafts.begin()
         self.prefixes.step = self._step + 1
         for seq in self.offload.look(self._step, self._landed):
             self._queue(seq)
@@ -219,8 +220,12 @@ class Scheduler:
         if self.waiting.num_clients > 1:
             samples = self.batch.num_computed[slots] + num_new >= self.batch.num_tokens[slots]
             self.waiting.charge(self.batch.clients[slots], np.where(samples, SAMPLED_COST, 0.0))
-        plan = self.batch.plan(slots, num_new, self.cache, self._step, drafted)
-        plan.loads, plan.copies = self.cache.take_loads(), self.prefixes.take_copies()
+        placed = {} if drafted is None else self.drafts.take_trees(slots)
+        plan = self.batch.plan(slots, num_new, self.cache, self._step, drafted, placed)
+        moved = self.drafts.moving
+        plan.loads, plan.copies = self.cache.take_loads(), joined(self.drafts.take_moves(), self.prefixes.take_copies())
+        for slot in moved:
+            self.prefixes.cache_full_blocks(slot, int(self.batch.num_known[slot]) - 1)
         self._in_flight.append((self._step, plan))
         return plan
 
@@ -266,7 +271,7 @@ class Scheduler:
         if np.count_nonzero(crossing):
             slots = slots[crossing]
             if self.config.prefix_cache:
-                self.prefixes.cache_last(slots)
+                self.prefixes.cache_last(np.setdiff1d(slots, self.drafts.moving))  # these are not there yet
             if not self.cache.grow_all(slots):
                 for slot in slots.tolist():
                     if self._num_new[slot]:  # not preempted meanwhile for an earlier sequence
@@ -482,6 +487,7 @@ class Scheduler:
     def _vacate(self, seq: Sequence) -> None:
         """Remove a running sequence from the batch; its slot is free as soon as no step in flight uses it."""
         assert seq.slot is not None
+        self.drafts.drop(seq.slot)
         self.prefixes.cache_known(seq.slot)
         self.batch.leave(seq.slot)
         self._no_room = (None, 0)  # its spare block is released even if it frees no others

@@ -18,7 +18,7 @@ from inferc.errors import InfercError
 from inferc.runtime.grammar.masks import Constraint, FixedMasks
 from inferc.runtime.runners.api import Runner
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import NOTHING, Offer
+from inferc.runtime.speculation.drafter import NOTHING, Guesses, Offer
 from inferc.runtime.speculation.stepping import EXPECTED, DraftSizes, SteppingDrafter
 from inferc.runtime.step.plan import I32, SampleRows
 from inferc.runtime.step.sequence import Sequence as Seq
@@ -74,7 +74,7 @@ class ModelDrafter(SteppingDrafter):
                     behind.append((slot, count))
                     left -= count
             else:
-                offers.append(Offer(min(self._most, room), KIND, EXPECTED))
+                offers.append(Offer(min(self._most, room), KIND, EXPECTED, self._sizes.num_others))
         if behind:
             self._compute(batch, behind)
         return offers
@@ -83,13 +83,14 @@ class ModelDrafter(SteppingDrafter):
         """Return how many tokens each sequence may have in one step."""
         return max(2, self._sizes.max_num_batched_tokens // max(1, num_seqs))
 
-    def draft(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    def guess(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[Guesses]:
         """Draft tokens, and note how far the K and V of each sequence go then."""
         for slot in slots:
             state = self._slots[slot]
             state.num_known, state.drafted = int(batch.num_known[slot]), ()
-        drafts = super().draft(batch, slots, counts)
-        for slot, ids in zip(slots, drafts, strict=True):
+        drafts = super().guess(batch, slots, counts)
+        for slot, each in zip(slots, drafts, strict=True):
+            ids = each.token_ids
             self._slots[slot].drafted = tuple(ids)
             if ids:
                 self._slots[slot].num_computed = int(batch.num_known[slot]) + len(ids) - 1
@@ -161,6 +162,7 @@ class ModelDrafter(SteppingDrafter):
             self._forget(slot, texts[-1][0], known + depth)
         counters = batch.num_known[slots] - batch.prompt_len[slots] + depth
         rows = batch.draft_rows(np.array(slots, np.int64), counters.astype(np.uint64), self._sizes.vocab_size)
+        rows = self._asking(rows)
         masks = FixedMasks(places, self._sizes.vocab_size) if any(places) else None
         return self._run(slots, texts, rows, masks).tolist()  # type: ignore[no-any-return]
 
@@ -187,4 +189,5 @@ class ModelDrafter(SteppingDrafter):
         result = self._runner.wait()
         if result.error is not None:
             raise InfercError(f"the step of the draft model failed: {result.error}")
+        self._show(result)
         return result.token_ids

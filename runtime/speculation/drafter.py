@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
@@ -20,11 +20,26 @@ class Offer:
     most: how many tokens at most.
     kind: a small number under which it is remembered how often the model chose such tokens.
     expected: the share of them that is assumed before that is known.
+    num_others: how many other tokens at most it can tell for each place.
     """
 
     most: int
     kind: int = 0
     expected: float = 0.5
+    num_others: int = 0
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """The tokens that a drafter goes on with, and what else it holds possible at their places.
+
+    probabilities: of each token, and others: at each place the likeliest other tokens with their probabilities, in
+    descending order; both are empty for a drafter that only knows the tokens.
+    """
+
+    token_ids: list[int]
+    probabilities: list[float] = field(default_factory=list)
+    others: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 NOTHING = Offer(0)
@@ -64,6 +79,10 @@ class Drafter(ABC):
     @abstractmethod
     def draft(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """Draft up to that many tokens for each of some of the sequences that `offers` was asked for."""
+
+    def guess(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[Guesses]:
+        """Draft like `draft`, and tell what else is possible at each place, as far as was offered."""
+        return [Guesses(ids) for ids in self.draft(batch, slots, counts)]
 
     def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
         """Return whether it is worth to wait for the last tokens, after offers of late have led to nothing."""

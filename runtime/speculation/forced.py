@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import NOTHING, Drafter, Offer
+from inferc.runtime.speculation.drafter import NOTHING, Drafter, Guesses, Offer
 from inferc.runtime.step.plan import StepPlan, StepResult
 from inferc.runtime.step.sequence import Sequence as Seq
 
@@ -74,14 +74,23 @@ class ForcedDrafter(Drafter):
 
     def draft(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """Draft what was offered."""
-        drafts = {
-            slot: self._found[slot][:count] for slot, count in zip(slots, counts, strict=True) if slot in self._found
-        }
-        left = [(slot, count) for slot, count in zip(slots, counts, strict=True) if slot not in drafts]
+        found = [self._found.get(slot, [])[:count] for slot, count in zip(slots, counts, strict=True)]
+        left = [at for at, slot in enumerate(slots) if slot not in self._found]
         if left and self._other is not None:
-            found = self._other.draft(batch, [slot for slot, _ in left], [count for _, count in left])
-            drafts |= {slot: ids for (slot, _), ids in zip(left, found, strict=True)}
-        return [drafts[slot] for slot in slots]
+            drafts = self._other.draft(batch, [slots[at] for at in left], [counts[at] for at in left])
+            for at, ids in zip(left, drafts, strict=True):
+                found[at] = ids
+        return found
+
+    def guess(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[Guesses]:
+        """Draft what was offered; what else is possible at a place, the other drafter knows."""
+        found = [Guesses(self._found.get(slot, [])[:count]) for slot, count in zip(slots, counts, strict=True)]
+        left = [at for at, slot in enumerate(slots) if slot not in self._found]
+        if left and self._other is not None:
+            guesses = self._other.guess(batch, [slots[at] for at in left], [counts[at] for at in left])
+            for at, each in zip(left, guesses, strict=True):
+                found[at] = each
+        return found
 
     def is_promising(self, batch: Batch, slots: Sequence[int]) -> bool:
         """Return whether the other drafter's drafts are worth waiting for."""

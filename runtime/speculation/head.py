@@ -30,7 +30,7 @@ from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.grammar.masks import Constraint, FixedMasks
 from inferc.runtime.runners.api import HeadRunner
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import NOTHING, Offer
+from inferc.runtime.speculation.drafter import NOTHING, Guesses, Offer
 from inferc.runtime.speculation.head_rows import RowSource
 from inferc.runtime.speculation.stepping import EXPECTED, DraftSizes, SteppingDrafter
 from inferc.runtime.step.plan import I32, U32, HiddenRows, SampleRows, StepPlan, StepResult
@@ -125,7 +125,7 @@ class HeadDrafter(SteppingDrafter):
         self._content: dict[int, bytes] = {}  # by block, the hash of the tokens whose K and V it has
         self._tails: dict[int, HiddenRows] = {}  # by such a block, the large model's row of its last position
         self._parts: deque[list[_Part]] = deque()  # of the steps in flight
-        self._landed: tuple[list[_Part], HiddenRows] | None = None
+        self._landed: tuple[list[_Part], HiddenRows, dict[int, list[int]]] | None = None  # and `StepTree.taken`
         self._own: dict[int, HiddenRows] = {}  # by slot, the row of the head behind what was drafted last
         self._batch: Batch | None = None
 
@@ -145,7 +145,7 @@ class HeadDrafter(SteppingDrafter):
         assert self._table is not None
         plan.tapped_rows = np.arange(plan.num_tokens, dtype=np.int64)
         bounds, parts = plan.query_start_loc.tolist(), []
-        for at, slot in enumerate(plan.seq_slots.tolist()):
+        for at, slot in enumerate(plan.seq_slots[: plan.num_seqs - plan.num_branches].tolist()):
             seq, position = seqs[slot], int(plan.positions[bounds[at]])
             assert seq is not None, "it is in the step"
             blocks = self._table[slot, : -(-int(plan.seq_lens[at]) // self._sizes.block_size)].copy()
@@ -171,23 +171,26 @@ class HeadDrafter(SteppingDrafter):
 
     def landed(self, plan: StepPlan, result: StepResult) -> None:
         """Keep the rows of a step, until it is known which of its tokens count."""
-        self._landed = self._parts.popleft(), self._rows.given(result)
+        taken = {} if plan.tree is None else plan.tree.taken
+        self._landed = self._parts.popleft(), self._rows.given(result), taken
 
     def updated(self) -> None:
         """Give the rows of the landed step to their sequences, and compute the blocks that are complete."""
         assert self._landed is not None and self._batch is not None, "a step landed"
-        (parts, rows), self._landed = self._landed, None
+        (parts, rows, taken), self._landed = self._landed, None
         texts: list[_Text] = []
         size = self._sizes.block_size
         for part in parts:
             state, known = part.state, int(self._batch.num_known[part.slot])
-            count = min(part.end - part.start, known - 1 - part.position)
+            # Of a tree of drafts, those are the sequence's whose tokens were chosen.
+            own = taken.get(part.slot, range(part.start, part.end))
+            count = min(len(own), known - 1 - part.position)
             if state.is_lost or count <= 0 or self._slots[part.slot] is not state or not state.is_of(state.seq):
                 continue
             if part.position != state.end or part.position >= self._sizes.max_model_len:
                 state.is_lost, state.rows = True, None
                 continue
-            new = rows[part.start : part.start + count]
+            new = rows[list(own[:count])]
             state.rows = new if state.rows is None else self._rows.join((state.rows, new))
             complete = min(state.end, self._sizes.max_model_len) // size * size
             if complete > state.num_computed:
@@ -248,10 +251,10 @@ class HeadDrafter(SteppingDrafter):
             state, known = self._slots[slot], int(batch.num_known[slot])
             room = min(self._sizes.max_model_len, len(batch.tokens[slot])) - known
             can = state.is_of(batch.seqs[slot]) and not state.is_lost and state.end == known - 1 > 0 < room
-            offers.append(Offer(min(self._most, room), KIND, EXPECTED) if can else NOTHING)
+            offers.append(Offer(min(self._most, room), KIND, EXPECTED, self._sizes.num_others) if can else NOTHING)
         return offers
 
-    def draft(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    def guess(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[Guesses]:
         """Draft tokens, after the head has computed what the large model's last step gave it."""
         assert self._table is not None
         missing = [self._slots[slot].end - 1 - self._slots[slot].num_computed for slot in slots]
@@ -262,7 +265,7 @@ class HeadDrafter(SteppingDrafter):
                     state = self._slots[slot]
                     texts.append(self._text(slot, state, state.num_computed, state.end - 1, self._table[slot]))
             self._compute(texts)
-        return super().draft(batch, slots, counts)
+        return super().guess(batch, slots, counts)
 
     def _next(
         self,
@@ -286,7 +289,7 @@ class HeadDrafter(SteppingDrafter):
         of_head = self._nodes.token_ids
         # Lists of tokens name the large model's ids.
         vocab_size = self._sizes.vocab_size if of_head is None else 0
-        rows = batch.draft_rows(np.array(slots, np.int64), counters.astype(np.uint64), vocab_size)
+        rows = self._asking(batch.draft_rows(np.array(slots, np.int64), counters.astype(np.uint64), vocab_size))
         masks = FixedMasks(places, self._sizes.vocab_size) if any(places) else None
         if masks is not None and of_head is not None:
             masks.bits = chosen_bits(masks.bits, of_head)
@@ -296,6 +299,7 @@ class HeadDrafter(SteppingDrafter):
         if not depth:
             for slot in slots:
                 self._slots[slot].num_computed = self._slots[slot].end
+        self._show(result, of_head)
         chosen = result.token_ids if of_head is None else of_head[result.token_ids]
         return [int(token) for token in chosen]
 

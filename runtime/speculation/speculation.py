@@ -20,12 +20,14 @@ from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.record.watcher import Watcher
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import Drafter
+from inferc.runtime.speculation.drafter import Drafter, Guesses
+from inferc.runtime.speculation.guesses import RankedTree, Trust, choose_tree
 from inferc.runtime.speculation.lengths import Acceptance, can_pay, choose_counts
 from inferc.runtime.speculation.step_times import StepTimes
 from inferc.runtime.step.plan import StepPlan, StepResult
 from inferc.runtime.step.sequence import Sequence as Seq
 from inferc.runtime.step.sequence import StepOutputs
+from inferc.runtime.step.tree import Tree
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,8 @@ class Speculation:
         self._acceptance = Acceptance(num_slots)
         self._owners: list[object] = [None] * num_slots
         self._kinds: dict[int, int] = {}  # by slot, the kind of what was drafted
+        self._trees: dict[int, RankedTree] = {}  # by slot, what was drafted
+        self._trust = Trust()
         self._waiting = 0.0  # seconds from the landing of a step to the start of the next
         self._drafting = 0.0  # seconds of it in which tokens were drafted
         self._num_vain = 0  # steps in a row that waited, and for which nothing was drafted
@@ -141,7 +145,7 @@ class Speculation:
 
     def draft(
         self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
-    ) -> list[list[int]]:
+    ) -> list[Tree]:
         """Return the tokens to draft for each of some decoding sequences, whose tokens are all known.
 
         room: how many tokens each can take. num_tokens: the tokens of the step without drafts. reserve: takes blocks
@@ -150,9 +154,9 @@ class Speculation:
         begun = time.perf_counter()
         arrivals = (seq.arrival for slot in slots if (seq := batch.seqs[slot]) is not None)
         self._newest = max(self._newest, *arrivals, -1)
-        drafts: list[list[int]] = []
+        drafts: list[Tree] = []
         self.attempt(lambda: drafts.extend(self._draft(batch, slots, room, num_tokens, reserve)))
-        drafts = drafts or [[] for _ in slots]
+        drafts = drafts or [Tree() for _ in slots]
         self._drafting = time.perf_counter() - begun
         return drafts
 
@@ -166,8 +170,8 @@ class Speculation:
 
     def _draft(
         self, batch: Batch, slots: Sequence[int], room: Sequence[int], num_tokens: int, reserve: Reserve
-    ) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in slots]
+    ) -> list[Tree]:
+        drafts = [Tree() for _ in slots]
         if self.is_broken or not self.drafter.may_draft(batch):
             return drafts
         if not self._can_pay(num_tokens):  # so none is looked for
@@ -180,22 +184,34 @@ class Speculation:
                 self._acceptance.begin(slot)
         most = [min(offer.most, count) for offer, count in zip(offers, room, strict=True)]
         rates = [self._acceptance.rate(slot, offer) for slot, offer in zip(slots, offers, strict=True)]
-        counts = choose_counts(most, rates, num_tokens, self.times.times, *self._costs)
-        for slot, count, each in zip(slots, counts, most, strict=True):
-            if each and not count:
+        beside = [self._acceptance.beside(offer) for offer in offers]
+        wanted = choose_counts(most, rates, num_tokens, self.times.times, *self._costs, beside)
+        for slot, want, each in zip(slots, wanted, most, strict=True):
+            if each and not want.count:
                 self._acceptance.relent(slot)
-        counts = [reserve(slot, count) if count else 0 for slot, count in zip(slots, counts, strict=True)]
+        counts = [reserve(slot, want.count) if want.count else 0 for slot, want in zip(slots, wanted, strict=True)]
         chosen = [at for at, count in enumerate(counts) if count]
         if chosen:
-            found = self.drafter.draft(batch, [slots[at] for at in chosen], [counts[at] for at in chosen])
-            for at, ids in zip(chosen, found, strict=True):
-                drafts[at] = self._fitting(batch, slots[at], ids)
-                self._kinds[slots[at]] = offers[at].kind
+            depths = [min(counts[at], wanted[at].depth) for at in chosen]
+            having = [slots[at] for at in chosen]
+            if any(offers[at].num_others for at in chosen):
+                found = self.drafter.guess(batch, having, depths)
+            else:
+                found = [Guesses(ids) for ids in self.drafter.draft(batch, having, depths)]
+            for at, guesses in zip(chosen, found, strict=True):
+                slot, kind = slots[at], offers[at].kind
+                ranked = choose_tree(guesses, counts[at], kind, self._trust)
+                drafts[at] = self._fitting(batch, slot, ranked.tree)
+                self._kinds[slot], self._trees[slot] = kind, ranked.within(drafts[at])
         self._note(any(drafts))
         return drafts
 
-    def _fitting(self, batch: Batch, slot: int, ids: list[int]) -> list[int]:
-        """Return the first drafted tokens that do not end the sequence, and that its rules and its grammar allow."""
+    def _fitting(self, batch: Batch, slot: int, tree: Tree) -> Tree:
+        """Return the drafted tokens that do not end the sequence, and that its rules and its grammar allow."""
+        return tree.cut(lambda ids: self._num_fitting(batch, slot, ids))
+
+    def _num_fitting(self, batch: Batch, slot: int, ids: list[int]) -> int:
+        """Return how many of some tokens, each behind the one before it, can be drafted."""
         seq = batch.seqs[slot]
         assert seq is not None
         for count, token in enumerate(ids):
@@ -203,7 +219,7 @@ class Speculation:
                 ids = ids[:count]
                 break
         ids = ids[: batch.num_allowed(slot, ids)]
-        return ids[: self.fit(slot, ids)] if ids else ids
+        return self.fit(slot, ids) if ids else 0
 
     def _note(self, has_drafted: bool) -> None:
         if has_drafted:
@@ -214,14 +230,34 @@ class Speculation:
             self._rest, self._num_vain = self._next_rest, 0
             self._next_rest = min(MOST_REST, 2 * self._next_rest)
 
-    def landed(self, slot: int, num_drafted: int, num_accepted: int) -> None:
-        """Note how many of a sequence's drafted tokens were chosen."""
+    def landed(self, slot: int, num_drafted: int, token_ids: list[int], num_accepted: int) -> None:
+        """Note what a sequence got in a step, and how many of these tokens had been drafted."""
         self.stats.num_drafts += 1
         self.stats.num_drafted += num_drafted
         self.stats.num_accepted += num_accepted
-        self._acceptance.learn(slot, self._kinds[slot], num_drafted, num_accepted)
+        ranked, kind = self._trees.pop(slot, None), self._kinds[slot]
+        if ranked is None or not any(ranked.ranks):
+            self._acceptance.learn(slot, kind, num_drafted, num_accepted)
+        elif num_drafted == len(ranked.tree):  # there were blocks for all of it
+            self._learn(slot, kind, ranked, token_ids)
         if num_accepted:
             self._next_rest = max(LEAST_REST, self._next_rest // 2)
+
+    def _learn(self, slot: int, kind: int, ranked: RankedTree, token_ids: list[int]) -> None:
+        """Learn from the tokens of a sequence for whose places several were drafted."""
+        reached = [-1]
+        for token in token_ids:
+            if (node := ranked.tree.child(reached[-1], token)) is None:
+                break
+            reached.append(node)
+        self._trust.learn(kind, ranked, reached)
+        on_chain = [node for node in reached[1:] if not ranked.ranks[node]]
+        self._acceptance.learn(slot, kind, ranked.ranks.count(0), len(on_chain))
+        for parent in reached:
+            tried = {ranked.ranks[node]: node for node, own in enumerate(ranked.tree.parents) if own == parent}
+            if 0 in tried and tried[0] not in reached:
+                right = next((rank for rank, node in tried.items() if node in reached), None)
+                self._acceptance.learn_beside(kind, [rank for rank in tried if rank], right)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn how long a step of decoding sequences took."""

@@ -5,6 +5,7 @@ Its K and V are in blocks with the numbers of the large model's: block b of a se
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.grammar.masks import Constraint
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import Drafter
-from inferc.runtime.step.plan import I32, I64, SampleRows, StepMasks, StepPlan
+from inferc.runtime.speculation.drafter import Drafter, Guesses
+from inferc.runtime.step.plan import I32, I64, SampleRows, StepMasks, StepPlan, StepResult
 
 EXPECTED = 0.6  # the share of drafted tokens that the large model is assumed to choose
 LEARNING = 0.1  # the weight of the newest step in how long one takes
@@ -32,6 +33,7 @@ class DraftSizes:
     vocab_size: int
     num_groups: int
     max_num_batched_tokens: int
+    num_others: int = 0  # tokens that are offered for each place beside the drafted one
 
 
 class SteppingDrafter(Drafter):
@@ -46,6 +48,8 @@ class SteppingDrafter(Drafter):
         self._table: I32 | None = None
         self._grammars: Grammars | None = None
         self._depth_seconds = 0.0
+        # By row of the last step, the chosen token and the likeliest ones, with their probabilities.
+        self._shown: list[list[tuple[int, float]]] = []
 
     @property
     def depth_seconds(self) -> float:
@@ -77,14 +81,18 @@ class SteppingDrafter(Drafter):
 
     def draft(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """Draft tokens, one step for each token of the longest draft."""
-        drafts: list[list[int]] = [[] for _ in slots]
+        return [each.token_ids for each in self.guess(batch, slots, counts)]
+
+    def guess(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[Guesses]:
+        """Draft tokens, and tell what else is likely at each place."""
+        drafts: list[Guesses] = [Guesses([]) for _ in slots]
         places = [self._place(batch, slot) for slot in slots]
         try:
             self._go_on(batch, slots, counts, places, drafts)
         finally:  # a place in a grammar is where the sequence is, whatever happens
-            for place, ids in zip(places, drafts, strict=True):
-                if place is not None and ids:
-                    place.matcher.rollback(len(ids))
+            for place, each in zip(places, drafts, strict=True):
+                if place is not None and each.token_ids:
+                    place.matcher.rollback(len(each.token_ids))
         return drafts
 
     def _go_on(
@@ -93,21 +101,48 @@ class SteppingDrafter(Drafter):
         slots: Sequence[int],
         counts: Sequence[int],
         places: Sequence[Constraint | None],
-        drafts: list[list[int]],
+        drafts: list[Guesses],
     ) -> None:
         """Append tokens to the drafts, one in each step, and go on with them in the grammars."""
         for depth in range(max(counts)):
-            rows = [row for row, count in enumerate(counts) if count > depth == len(drafts[row])]
+            rows = [row for row, count in enumerate(counts) if count > depth == len(drafts[row].token_ids)]
             rows = [row for row in rows if (place := places[row]) is None or not place.matcher.is_ended]
             if not rows:
                 break
             begun = time.perf_counter()
             held = [places[row] for row in rows]
-            found = self._next(batch, [slots[row] for row in rows], [drafts[row][-1:] for row in rows], depth, held)
+            last = [drafts[row].token_ids[-1:] for row in rows]
+            found = self._next(batch, [slots[row] for row in rows], last, depth, held)
             self._depth_seconds += LEARNING * (time.perf_counter() - begun - self._depth_seconds)
-            for place, row, token in zip(held, rows, found, strict=True):
-                if place is None or place.matcher.accept(token):
-                    drafts[row].append(token)
+            for at, (place, row, token) in enumerate(zip(held, rows, found, strict=True)):
+                if place is not None and not place.matcher.accept(token):
+                    continue
+                drafts[row].token_ids.append(token)
+                if self._shown:
+                    (_, probability), *likeliest = self._shown[at]
+                    drafts[row].probabilities.append(probability)
+                    others = [each for each in likeliest if each[0] != token]
+                    drafts[row].others.append(others[: self._sizes.num_others])
+
+    def _show(self, result: StepResult, token_ids: I32 | None = None) -> None:
+        """Note what the rows of a step hold likely; token_ids: the large model's ids, unless they are the same."""
+        rows = result.logprobs or ()
+        assert all(row is not None for row in rows), "all of them or none are asked for it"
+        self._shown = [
+            [
+                (token if token_ids is None else int(token_ids[token]), math.exp(value))
+                for token, value in ((row.token_id, row.logprob), *row.top)
+            ]
+            for row in rows
+            if row is not None
+        ]
+
+    def _asking(self, rows: SampleRows) -> SampleRows:
+        """Ask for the tokens that a step's rows hold likely, if others than the chosen ones are offered."""
+        if self._sizes.num_others:
+            # One of them may be the chosen one.
+            rows.num_logprobs = np.full(len(rows), self._sizes.num_others + 1, np.int32)
+        return rows
 
     def _place(self, batch: Batch, slot: int) -> Constraint | None:
         """Return where a sequence is in its grammar, if it has one and both models have as many tokens."""

@@ -26,13 +26,15 @@ class StepLimits:
     block_size: int
     # The read-only blocks of each group in the offload tier, numbered after its own.
     num_offloaded: tuple[int, ...] = ()
+    max_num_branches: int = 0  # of trees of drafts; 0: only chains are computed
 
     def check(self, plan: StepPlan) -> None:
         """Raise RequestError that names what is out of bounds in the plan."""
         slot_limits = [count * self.block_size for count in self.num_blocks]
         limits = {
             f"num_tokens {plan.num_tokens}": not 0 < plan.num_tokens <= self.max_num_tokens,
-            f"num_seqs {plan.num_seqs}": not 0 < plan.num_seqs <= self.max_num_seqs,
+            f"num_seqs {plan.num_seqs}": not 0 < plan.num_seqs - plan.num_branches <= self.max_num_seqs
+            or plan.num_branches > self.max_num_branches,
             f"num_rows {len(plan.logits_rows)}": len(plan.logits_rows) > self.max_num_rows,
             "a token id": outside(plan.token_ids, self.vocab_size),
             "a logits row": outside(plan.logits_rows, plan.num_tokens),
@@ -50,6 +52,12 @@ class StepLimits:
             "a slot to copy to": any(
                 outside(copies.target, limit) for copies, limit in zip(plan.copies, slot_limits, strict=False)
             ),
+            "a slot to echo": plan.tree is not None
+            and any(
+                outside(side, limit)
+                for echo, limit in zip(plan.tree.echoes, slot_limits, strict=True)
+                for side in (echo.source, echo.target)
+            ),
             "a block to copy from": any(
                 outside(loads.source, count) for loads, count in zip(plan.loads, self._num_readable, strict=False)
             ),
@@ -66,6 +74,7 @@ class StepLimits:
                 raise RequestError(f"step plan: {what} is out of range")
         num_drafted = int(plan.num_drafted.sum())
         assert not num_drafted or len(plan.logits_rows) == len(plan.num_drafted) + num_drafted, "a row for each draft"
+        assert plan.tree is None or len(plan.tree.parents) == len(plan.logits_rows), "a parent for each row"
         assert len(plan.slot_mapping) == len(plan.block_tables) == len(self.num_blocks), "one table per KV group"
         assert len(plan.positions) == plan.num_tokens == plan.query_start_loc[-1], "rows of the plan disagree"
 

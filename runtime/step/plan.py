@@ -214,6 +214,16 @@ class Copies:
     target: I64
 
 
+def joined(first: tuple[Copies, ...], second: tuple[Copies, ...]) -> tuple[Copies, ...]:
+    """Return the copies of every group, the first ones first."""
+    if not first or not second:
+        return first or second
+    return tuple(
+        Copies(np.concatenate((one.source, other.source)), np.concatenate((one.target, other.target)))
+        for one, other in zip(first, second, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class ScoredQueries:
     """The queries of a step whose attention scores the blocks, and where the scores are added.
@@ -230,6 +240,28 @@ class ScoredQueries:
     slots: I64
     turns: I64
     columns: tuple[I64 | None, ...]
+
+
+@dataclass(frozen=True)
+class StepTree:
+    """The trees among a step's drafts, in which several tokens were drafted for one place.
+
+    Beside the chain of a sequence's likeliest drafts there are branches. To the kernels a branch is a sequence of its
+    own, behind those of the plan: it has the slot and the first blocks of the sequence that it belongs to, and other
+    blocks from that of its first token on. K and V of the tokens before it in that block are copied there by every
+    layer, so that a row adds up the same keys in the same order as in a chain.
+
+    num_branches: the last sequences of the plan that are branches.
+    parents [S] i32: the row that chooses what a row was drafted for, -1 for the first row of a slot. The rows of a slot
+    follow one another, and a parent comes before its children, no two of which are behind the same token.
+    echoes: per KV group, the slots that each layer copies once it has written its K and V.
+    taken: by slot, the rows of [0, T) that gave it its tokens, once the step has landed.
+    """
+
+    num_branches: int
+    parents: I32
+    echoes: tuple[Copies, ...]
+    taken: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -263,8 +295,10 @@ class StepPlan:
     masks: StepMasks | None = None  # None if every row may choose any token
     processed: RowChange | None = None  # None if no function of a request changes logits
     # [sampled sequences] how many tokens of each were drafted; empty if none of the step. Such a sequence has that many
-    # rows more, each behind a drafted token. A row counts only if the row before it chose the token that was drafted.
+    # rows more, each behind a drafted token. A row counts only if the row before it (its parent in a tree) counts and
+    # chose the token that was drafted.
     num_drafted: I32 = field(default_factory=_no_rows)
+    tree: StepTree | None = None  # None if all drafts are chains
     adapter_ids: I32 = field(
         default_factory=_no_rows
     )  # [B] the LoRA adapter of each, 0 for none; empty if none has any
@@ -289,7 +323,24 @@ class StepPlan:
 
     @property
     def num_seqs(self) -> int:
+        """The number of sequences, of which the last are branches of trees."""
         return len(self.seq_lens)
+
+    @property
+    def num_branches(self) -> int:
+        """The number of sequences that are branches of another's drafts."""
+        return 0 if self.tree is None else self.tree.num_branches
+
+    def drafts_of(self, first: int, count: int) -> list[list[int]]:
+        """Return the tokens drafted on the way to each of a slot's logits rows, `count` from `first` on."""
+        ids = self.token_ids[self.logits_rows[first : first + count]].tolist()
+        parents = (
+            range(-1, count - 1) if self.tree is None else (self.tree.parents[first : first + count] - first).tolist()
+        )
+        found: list[list[int]] = [[]]
+        for row in range(1, count):
+            found.append([*found[parents[row]], ids[row]])
+        return found
 
 
 @dataclass(frozen=True)

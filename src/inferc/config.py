@@ -200,6 +200,7 @@ class ResolvedCompileConfig:
 
 DraftMethod: TypeAlias = Literal["none", "ngram", "draft", "eagle3", "mtp"]
 MOST_DRAFTED = 63  # tokens of a sequence in a step
+MOST_BRANCHES = 16  # tokens that are tried for one place
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,7 @@ class EngineConfig:
     kv_events: bool = False  # collect events of the blocks that the prefix cache stores and evicts
     speculate: str = "none"  # what drafts tokens: see Speculate
     speculate_tokens: int = 15  # the most tokens that are drafted of a sequence in a step
+    speculate_branches: int = 1  # the most tokens that are tried for one place; 1: drafts are chains
     adapters: tuple[str, ...] = ()  # LoRA adapters to load at the start, each "NAME=PATH"
     structured_outputs_backend: GrammarBackend | Auto = "auto"  # holds answers to forms; auto: the first installed
     tool_format: str | None = None  # the name of the form of calls; None: that of the artifact
@@ -280,6 +282,13 @@ class EngineConfig:
         Speculate.parse(self.speculate)
         if not 0 < self.speculate_tokens <= MOST_DRAFTED:
             raise ConfigError(f"speculate_tokens is {self.speculate_tokens}, expected 1 to {MOST_DRAFTED}")
+        if not 0 < self.speculate_branches <= MOST_BRANCHES:
+            raise ConfigError(f"speculate_branches is {self.speculate_branches}, expected 1 to {MOST_BRANCHES}")
+        if self.speculate_branches > 1 and Speculate.parse(self.speculate).method in ("none", "ngram"):
+            raise ConfigError(
+                f"speculate_branches is {self.speculate_branches}, and --speculate {self.speculate} knows one token for"
+                " each place; leave it out, or have a smaller model or a head draft (--speculate draft:PATH)"
+            )
         if self.tbt_ms is not None and not 0.0 < self.tbt_ms < math.inf:
             raise ConfigError(f"tbt_ms is {self.tbt_ms:g}, expected a number of milliseconds above 0")
         if self.max_num_batched_tokens != "auto" and self.max_num_batched_tokens < self.max_num_seqs:

@@ -69,6 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
 HOW_RUN: dict[str, dict[str, Any]] = {
     "plain": {},
     "in chunks": {"max_num_batched_tokens": 12, "max_num_seqs": 4},
+    "in trees": {"speculate_branches": 4},
     "preempted": {"kv_memory_bytes": "blocks", "overcommit": True, "max_num_seqs": 3},
 }
 

@@ -32,7 +32,9 @@ from inferc.config import CompileConfig
 from inferc.errors import ArtifactError, ConfigError, UnsupportedError
 from inferc.runtime.engine import load
 from inferc.runtime.engine.load import load_engine
+from inferc.runtime.scheduler.branches import Branches
 from inferc.runtime.speculation.forced import ForcedDrafter
+from inferc.runtime.step.plan import StepPlan
 
 SCHEMES: dict[str, Any] = {"float32": None, "int8": "int8", "int4": "int4"}
 
@@ -57,15 +59,22 @@ def machines(
     asked=st.lists(requests_of(*ADAPTERS), min_size=1, max_size=6),
     steps=st.lists(st.integers(0, 12), min_size=6, max_size=6),
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    branching=st.sampled_from([0.0, 0.3, 0.7]),
     seed=st.integers(0, 2**16),
 )
 def test_the_product_of_all_features_has_the_same_tokens(
-    machines: Machines, variant: int, asked: list[Asked], steps: list[int], right: float, seed: int
+    machines: Machines,
+    variant: int,
+    asked: list[Asked],
+    steps: list[int],
+    right: float,
+    branching: float,
+    seed: int,
 ) -> None:
     """Greedy and seeded, free and held to a form, with adapters, cached or not, batched, in chunks and preempted."""
     expected = [machines.alone(each) for each in asked]
     machines.drafter.random.seed(seed)
-    machines.drafter.right = right
+    machines.drafter.right, machines.drafter.branching = right, branching
     assert machines.together(variant, asked, steps[: len(asked)]) == expected
 
 
@@ -75,6 +84,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(machines: Machines) ->
     alone = machines.alone(asked)
     length, steps = len(alone.tokens[0]), {}
     assert length > 8
+    machines.drafter.branching = 0.0
     for right in (0.0, 1.0):
         machines.drafter.right = right
         before = engine.stats()
@@ -86,6 +96,34 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(machines: Machines) ->
         assert now.output_tokens - before.output_tokens == length
         assert steps[right] == length - num_accepted
     assert steps[1.0] < 0.7 * steps[0.0]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_tree_saves_as_many_steps_as_its_right_tokens(machines: Machines, how: str) -> None:
+    """The right tokens are on any branches, and beside them as many wrong ones; none of their K and V is lost."""
+    asked, engine = Asked("repeats", "free", how, others="logprobs", max_tokens=60), machines.engines[0]
+    alone, speculator = machines.alone(asked), engine.scheduler.drafts._speculator  # type: ignore[attr-defined]
+    chosen, choose = list[int](), Branches.choose
+
+    def count(self: Branches, slot: int, plan: StepPlan, rows: list[int]) -> None:
+        assert plan.tree is not None
+        first = int(plan.query_start_loc[plan.num_seqs - plan.num_branches])
+        chosen.append(int((plan.logits_rows[rows] >= first).sum()))
+        choose(self, slot, plan, rows)
+
+    machines.drafter.right, machines.drafter.branching = 1.0, 0.5
+    machines.drafter.random.seed(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculator, "wants_ids", lambda batch: True)
+        patch.setattr(Branches, "choose", count)
+        before = engine.stats()
+        assert machines.together(0, [asked], [0]) == [alone]
+        now = engine.stats()
+    length = len(alone.tokens[0])
+    num_accepted, num_drafted = now.num_accepted - before.num_accepted, now.num_drafted - before.num_drafted
+    assert now.num_steps - before.num_steps == length - num_accepted
+    assert sum(map(bool, chosen)) > 3 and max(chosen) > 1, "branches were chosen"
+    assert 0.2 * num_drafted < num_accepted < 0.8 * num_drafted
 
 
 # --------------------------------------------------------------------------------------------- as people use it

@@ -170,10 +170,17 @@ class FakeRunner:
         sample, ids, logprobs = plan.sample, list[int](), list[Logprobs | None]()
         banned, allowed = _lists(sample.banned, len(sample)), _lists(sample.allowed, len(sample))
         biases = _biases(sample.logit_bias, len(sample))
-        inputs, counts = plan.token_ids[plan.logits_rows].tolist(), False
+        inputs, last_counted = plan.token_ids[plan.logits_rows].tolist(), dict[int, int]()
         for i, (context, slot) in enumerate(zip(rows, sample.seq_slots.tolist(), strict=True)):
-            # A row behind a drafted token counts if that token is what the row before it chose.
-            counts = not i or sample.seq_slots[i - 1] != slot or (counts and ids[-1] == inputs[i])
+            # A row behind a drafted token counts if that token is what its parent chose.
+            begins = not i or sample.seq_slots[i - 1] != slot
+            parent = -1 if begins else i - 1 if plan.tree is None else int(plan.tree.parents[i])
+            assert begins == (parent < 0) and parent < i and (begins or sample.seq_slots[parent] == slot)
+            counts = begins or (
+                last_counted[slot] == parent and ids[parent] == inputs[i] and rows[parent] != self.broken_prompt
+            )
+            if counts:
+                last_counted[slot] = i
             seed, counter = (int(sample.seeds[i]), int(sample.counters[i])) if sample.temperature[i] else (0, 0)
             forbidden = frozenset(banned[i]) | {token for token, bias in biases[i] if bias <= -MUCH}
             if allowed[i]:
@@ -184,12 +191,13 @@ class FakeRunner:
             if slot in self.penalised and counts:
                 assert self.penalised[slot] == context, "penalty counts are off"
                 self.penalised[slot].append(ids[-1])
-            counts = counts and context != self.broken_prompt
             count = int(sample.num_logprobs[i])
             likeliest = next_id(context)  # of the logits as they are, whatever is allowed
             top = tuple((token, -float(token)) for token in (likeliest, *range(VOCAB_SIZE)) if token != likeliest)
             top = ((likeliest, 0.0), *top)[:count]
             logprobs.append(Logprobs(ids[-1], -float(ids[-1]), 1, top) if count else None)
+        for slot, i in last_counted.items() if plan.tree is not None else ():
+            self.texts[slot] = list(rows[i])  # the next step goes on from the branch that was chosen
         failed = np.array([context == self.broken_prompt for context in rows], np.bool_)
         return StepResult(np.array(ids, np.int32), logprobs, failed if failed.any() else None)
 
@@ -212,9 +220,11 @@ class FakeRunner:
         """Store the step's ids; the context of each logits row."""
         size, config = self.config.block_size, self.config
         starts = plan.query_start_loc.tolist()
-        assert plan.num_tokens <= config.max_num_batched_tokens and 0 < plan.num_seqs <= config.max_num_seqs
+        assert plan.num_tokens <= config.max_num_batched_tokens and 0 < plan.num_seqs
+        num_own = plan.num_seqs - plan.num_branches
+        assert 0 < num_own <= config.max_num_seqs
         assert starts[0] == 0 and starts[-1] == plan.num_tokens and len(starts) == plan.num_seqs + 1
-        assert len(set(plan.seq_slots.tolist())) == plan.num_seqs
+        assert len(set(plan.seq_slots[:num_own].tolist())) == num_own
         assert (
             plan.token_ids.dtype
             == plan.query_start_loc.dtype
@@ -247,6 +257,7 @@ class FakeRunner:
             assert mapping.max() < count * size, "a step writes below the arena"
         for pool, mapping in zip(self.pools, plan.slot_mapping, strict=True):
             pool[mapping] = ids  # of all sequences, before any is read, as a layer of a model does
+        self._echo(plan)
         for b in range(plan.num_seqs):
             first, end, length = starts[b], starts[b + 1], int(plan.seq_lens[b])
             start = int(plan.positions[first])
@@ -262,7 +273,7 @@ class FakeRunner:
                 assert config.prefix_cache or not start
                 seq = self.sequences[slot]
                 self.texts[slot] = (self.scored_text if seq is None else seq.token_ids)[:start] if start else []
-            text = self.texts[slot]
+            text = self.texts[slot] if b < num_own else self._text_of_branch(plan, b)
             assert len(text) >= start, "tokens before these were never computed"
             text[start:] = ids[first:end].tolist()
             for group, pool, mapping, table in zip(
@@ -276,7 +287,8 @@ class FakeRunner:
                     where = np.array([*seen_tokens(text, start, group, size), *range(start + 1, length)])
                     column = np.arange(len(where)) // size
                 out_of_sight = np.delete(table[b], column)
-                assert forgets or not out_of_sight[: seen // size].any(), "not given back"
+                is_branch = b >= num_own  # its sequence's own query may still see what its queries do not
+                assert forgets or is_branch or not out_of_sight[: seen // size].any(), "not given back"
                 slots = table[b, column].astype(np.int64) * size + where % size
                 assert (slots[first - end :] == mapping[first:end]).all()
                 there = [text[place] for place in where.tolist()]
@@ -286,6 +298,25 @@ class FakeRunner:
             self._count(plan, b, text, evicted)
         assert len(plan.sample) == len(plan.logits_rows)
         return [contexts[row] for row in plan.logits_rows.tolist()]
+
+    def _echo(self, plan: StepPlan) -> None:
+        """Copy what each layer of a model copies once it has written its K and V."""
+        for pool, echo, mapping in zip(
+            self.pools, () if plan.tree is None else plan.tree.echoes, plan.slot_mapping, strict=False
+        ):
+            written = {*mapping.tolist(), *echo.target.tolist()}
+            assert len(written) == len(mapping) + len(echo.target), "two tokens are written to a slot"
+            assert not set(echo.source.tolist()) & set(echo.target.tolist()), "an echo of an echo"
+            pool[echo.target] = pool[echo.source]
+
+    def _text_of_branch(self, plan: StepPlan, b: int) -> list[int]:
+        """Return the tokens of a branch to its end."""
+        rows = plan.logits_rows.tolist()
+        of_slot = np.flatnonzero(plan.sample.seq_slots == plan.seq_slots[b])
+        first, last = int(of_slot[0]), rows.index(int(plan.query_start_loc[b + 1]) - 1)
+        known = int(plan.positions[rows[first]]) + 1
+        way = plan.drafts_of(first, len(of_slot))[last - first]
+        return [*self.texts[int(plan.seq_slots[b])][:known], *way]
 
     def _count(self, plan: StepPlan, b: int, text: list[int], group: CacheGroup) -> None:
         """Add what the counted queries of one sequence give; exactly those that must be are counted."""
@@ -356,10 +387,11 @@ def make_engine(
     offload_in_place: bool = True,
     idle_work: Callable[[], bool] | None = None,
     drafts: int | None = None,
+    branching: float = 0.0,
 ) -> Engine:
     """Make an engine of the fake model.
 
-    drafts: the seed of tokens that are drafted, if any are.
+    drafts: the seed of tokens that are drafted, if any are. branching: the share of these that are in other branches.
     """
     counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
     config = SchedulerConfig(
@@ -386,7 +418,9 @@ def make_engine(
     limits = ModelLimits(VOCAB_SIZE, max_model_len, eos)
     speculation = None
     if drafts is not None:
-        speculation = AnyDrafts(ScriptedDrafter(go_on, VOCAB_SIZE, seed=drafts), max_num_seqs)
+        drafter = ScriptedDrafter(go_on, VOCAB_SIZE, seed=drafts)
+        drafter.branching = branching
+        speculation = AnyDrafts(drafter, max_num_seqs)
     engine = Engine(
         runner, limits, config, pipeline, clock=clock, mover=mover, idle_work=idle_work, speculation=speculation
     )

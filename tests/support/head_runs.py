@@ -9,6 +9,7 @@ from speculated import always_draft
 
 from inferc import SamplingParams
 from inferc.runtime.engine.engine import Engine
+from inferc.runtime.speculation.drafter import Guesses
 from inferc.runtime.speculation.forced import ForcedDrafter
 from inferc.runtime.speculation.head import HeadDrafter
 
@@ -33,15 +34,15 @@ def watched(engine: Engine) -> list[Drafted]:
     speculation = always_draft(engine)
     speculation._acceptance.learn = lambda *_: None  # type: ignore[method-assign]
     drafter, found = drafter_of(engine), list[Drafted]()
-    draft = drafter.draft
+    guess = drafter.guess
 
-    def kept(batch: Any, slots: Any, counts: Any) -> list[list[int]]:
-        drafts = draft(batch, slots, counts)
-        for slot, ids in zip(slots, drafts, strict=True):
-            found.append(Drafted(batch.tokens[slot, : batch.num_known[slot]].tolist(), ids))
+    def kept(batch: Any, slots: Any, counts: Any) -> list[Guesses]:
+        drafts = guess(batch, slots, counts)
+        for slot, each in zip(slots, drafts, strict=True):
+            found.append(Drafted(batch.tokens[slot, : batch.num_known[slot]].tolist(), each.token_ids))
         return drafts
 
-    drafter.draft = kept  # type: ignore[method-assign]
+    drafter.guess = kept  # type: ignore[method-assign]
     return found
 
 

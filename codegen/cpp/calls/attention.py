@@ -145,7 +145,7 @@ def _attention(b: Builder, q: str, types: str, cache: str, sinks: str, alibi: st
     fields = (
         f"{q}, {out}, {cache}, {table}, s.a.max_blocks[{group}], {starts}, {lengths}, {sinks}, s.seqs, {heads}, "
         f"{scale}, {softcap}, {mask}, {b.arg('window')}, "
-        f"s.shared_scratch(), s.shared_floats(t), s.a.mass_from, s.masses({group})"
+        f"s.shared_scratch(), s.shared_floats(t), s.a.mass_from, s.masses({group}), s.echoes({group})"
     )
     if alibi:
         types, fields = f"{types}, Alibi", f"{fields}, {alibi}"

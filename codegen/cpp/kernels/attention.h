@@ -40,6 +40,7 @@ struct Attention {
   i64 max_partials;   // the number of floats there
   const i32* mass_from = nullptr;  // as in StepArgs, with the group's own entry of `masses`
   i64* masses = nullptr;
+  Echoes echoes = {};
   [[no_unique_address]] B bias = {};
 
   static constexpr bool biased = B::present;
@@ -611,6 +612,7 @@ INLINE void attend_all(Team& team, const A& a) {
 
 template <class A>
 KERNEL void paged_attention(Team& team, const A& a) {
+  if (a.echoes.count) echo_slots(team, a.cache, a.echoes);
   attend_all(team, a);
   if (a.masses) count_masses(team, a);
 }

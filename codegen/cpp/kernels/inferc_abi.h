@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#define INFERC_ABI 9
+#define INFERC_ABI 10
 #define INFERC_SAMPLE_ROWS 64  // the most logits rows that exist at a time
 #define INFERC_MAX_TOP_LOGPROBS 64
 #define INFERC_MAX_DRAFTED 63  // ids of a sequence in a step
@@ -89,13 +89,19 @@ struct StepArgs {
   int64_t* const* masses;
   const int32_t* adapter_ids;            // [num_tokens] rows of `adapters`, 0 for none; or null: no token has one
   const struct InfercAdapter* adapters;  // by number; 0 is not read
+  // The echoes of a step whose drafts are trees, one entry per KV group; null if there are none. Each layer, when it has
+  // written its K and V, copies those of slots echo_source[i] to slots echo_target[i] before it attends to any. No source
+  // is a target.
+  const int64_t* num_echoes;
+  const int64_t* const* echo_source;
+  const int64_t* const* echo_target;
 };
 
 struct SampleArgs {
   const StepArgs* step;  // the step whose rows are sampled
   int64_t vocab_size;
   // Per row [num_rows], as everything up to num_logprobs. A slot's rows are consecutive: each but the first is that of an
-  // id that was drafted, and counts if the row before it chooses this id. A slot with counts has at most
+  // id that was drafted, and counts if its parent counts and chooses this id. A slot with counts has at most
   // INFERC_MAX_DRAFTED of these.
   const int32_t* seq_slots;
   const float* temperature;
@@ -135,6 +141,9 @@ struct SampleArgs {
   int32_t* top_ids;  // [num_rows, max_top]
   float* top_logprobs;
   int64_t max_top;
+  // [num_rows] the parent of each row: an earlier one of its slot, or -1 for a slot's first. Of one parent's rows no two
+  // are of the same id. Null: the parent is the row before.
+  const int32_t* parents;
 };
 
 struct ScoreArgs {

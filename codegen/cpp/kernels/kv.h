@@ -363,28 +363,43 @@ INLINE void copy_scale(const P& from, const P& to) {
   if constexpr (std::is_same_v<S, i8>) *to.scale() = *from.scale();
 }
 
-// Copies slot source[i] to slot target[i], in order, in every layer.
+// Copies a head of one slot to another, in one layer.
 template <class S>
-void copy_slots(Cache<S> cache, const i64* source, const i64* target, i64 count) {
-  for (i64 i = 0; i < count; ++i)
-    for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer)
-      for (i64 head = 0; head < cache.heads; ++head) {
-        const Place<S> from = cache.key(source[i], head), to = cache.key(target[i], head);
-        for (i64 d = 0; d < cache.dim; d += Dot<S>::unit) memmove(to.unit(d), from.unit(d), sizeof(S) * Dot<S>::unit);
-        copy_scale<S>(from, to);
-        const ValuePlace<S> value = cache.value(source[i], head), copy = cache.value(target[i], head);
-        value.each([&](S x, i64 d) { copy.line(d / 16 * 16)[d % 16 * Dot<S>::unit + copy.lane()] = x; });
-        copy_scale<S>(value, copy);
-      }
+INLINE void copy_slot(const Cache<S>& cache, i64 source, i64 target, i64 head) {
+  const Place<S> from = cache.key(source, head), to = cache.key(target, head);
+  for (i64 d = 0; d < cache.dim; d += Dot<S>::unit) memmove(to.unit(d), from.unit(d), sizeof(S) * Dot<S>::unit);
+  copy_scale<S>(from, to);
+  const ValuePlace<S> value = cache.value(source, head), copy = cache.value(target, head);
+  value.each([&](S x, i64 d) { copy.line(d / 16 * 16)[d % 16 * Dot<S>::unit + copy.lane()] = x; });
+  copy_scale<S>(value, copy);
 }
 template <class S>
-void copy_slots(Latent<S> cache, const i64* source, const i64* target, i64 count) {
+INLINE void copy_slot(const Latent<S>& cache, i64 source, i64 target, i64) {
+  const Place<S> from = cache.at(source), to = cache.at(target);
+  memmove(to.row(), from.row(), sizeof(S) * from.dim);
+  copy_scale<S>(from, to);
+}
+
+// Copies slot source[i] to slot target[i], in order, in every layer.
+template <class C>
+void copy_slots(C cache, const i64* source, const i64* target, i64 count) {
   for (i64 i = 0; i < count; ++i)
-    for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer) {
-      const Place<S> from = cache.at(source[i]), to = cache.at(target[i]);
-      memmove(to.row(), from.row(), sizeof(S) * from.dim);
-      copy_scale<S>(from, to);
-    }
+    for (cache.layer = 0; cache.layer < cache.layers; ++cache.layer)
+      for (i64 head = 0; head < cache.heads; ++head) copy_slot(cache, source[i], target[i], head);
+}
+
+// The slots that a layer copies when it has written its K and V, see StepArgs.
+struct Echoes {
+  const i64 *source = nullptr, *target = nullptr;
+  i64 count = 0;
+};
+template <class C>
+INLINE void echo_slots(Team& team, const C& cache, const Echoes& echoes) {
+  team.each(echoes.count * cache.heads, row_grain(cache.dim), [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i)
+      copy_slot(cache, echoes.source[i / cache.heads], echoes.target[i / cache.heads], i % cache.heads);
+  });
+  team.barrier();
 }
 
 // Copies `count` elements from a pool to the canonical form, or back.

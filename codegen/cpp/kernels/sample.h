@@ -108,18 +108,24 @@ INLINE void mask_out(const u32* bits, i64 from, i64 end, float* x) {
 }
 
 // Rows of one slot follow one another: the first continues the slot's last id, and each other one the id that was drafted
-// for the row before it. Returns that id.
+// behind its parent. Returns that id.
 INLINE i32 drafted(const SampleArgs& a, i64 row) { return a.step->token_ids[a.step->logits_rows[row]]; }
 
-// Returns how many rows of the slot come before a row.
-INLINE i64 rows_before(const SampleArgs& a, i64 row) {
-  i64 first = row;
-  while (first > 0 && a.seq_slots[first - 1] == a.seq_slots[row]) --first;
-  return row - first;
+// Returns the row that chooses what a row was drafted for; -1 for a slot's first row.
+INLINE i64 parent_of(const SampleArgs& a, i64 row) {
+  if (a.parents) return a.parents[row];
+  return row > 0 && a.seq_slots[row - 1] == a.seq_slots[row] ? row - 1 : -1;
+}
+
+// Finds the ids that were drafted up to a row, the row's own first, and returns how many. INFERC_MAX_DRAFTED fit.
+INLINE i64 drafts_before(const SampleArgs& a, i64 row, i32* ids) {
+  i64 count = 0;
+  for (i64 parent = parent_of(a, row); parent >= 0; row = parent, parent = parent_of(a, row)) ids[count++] = drafted(a, row);
+  return count;
 }
 
 // Applies penalties, bias and masks, and returns the processed logits: in place, or in x if log-probabilities of the
-// raw ones are asked for. The ids drafted for the rows before count as chosen.
+// raw ones are asked for. The ids drafted on the way to the row count as chosen.
 inline float* process(const Crew& crew, const SampleArgs& a, i64 row, float* logits, float* x) {
   const i64 n = a.vocab_size;
   const float repetition = a.repetition_penalty[row], presence = a.presence_penalty[row];
@@ -132,10 +138,11 @@ inline float* process(const Crew& crew, const SampleArgs& a, i64 row, float* log
   const u32* bits = mask >= 0 ? a.masks + mask * ((n + 31) / 32) : nullptr;
   if (!penalties && !allowed && !biased && !banned && !bits) return logits;
   if (a.num_logprobs[row] == 0) x = logits;
-  const i64 before = penalties ? rows_before(a, row) : 0;
   float raw[INFERC_MAX_DRAFTED];
+  i32 ids[INFERC_MAX_DRAFTED];
+  const i64 before = penalties ? drafts_before(a, row, ids) : 0;
   if (before) {
-    for (i64 j = 0; j < before; ++j) raw[j] = logits[drafted(a, row - j)];
+    for (i64 j = 0; j < before; ++j) raw[j] = logits[ids[j]];
     crew.meet();  // the numbers may be changed in place
   }
   auto punished = [&](float value, u32 count) {
@@ -159,9 +166,9 @@ inline float* process(const Crew& crew, const SampleArgs& a, i64 row, float* log
   crew.meet();
   if (crew.leads()) {
     for (i64 j = 0; j < before; ++j) {
-      const i32 id = drafted(a, row - j);
+      const i32 id = ids[j];
       u32 count = counts[id];
-      for (i64 k = 0; k < before; ++k) count += drafted(a, row - k) == id;
+      for (i64 k = 0; k < before; ++k) count += ids[k] == id;
       if (!bits || bits[id / 32] >> (id & 31) & 1) x[id] = punished(raw[j], count);
     }
     for (i64 j = biased ? a.bias_starts[row] : 0; biased && j < a.bias_starts[row + 1]; ++j)
@@ -282,15 +289,16 @@ inline void sample_rows(Team& team, const SampleArgs& a, i64 first, i64 rows, Ro
   });
 }
 
-// Notes what the rows chose in the state of their slots. A row counts only if the one before it, of the same slot, chose
-// the id that had been drafted. By one thread, when all rows are sampled.
+// Notes what the rows chose in the state of their slots. A row counts only if its parent counts, and chose the id that
+// had been drafted; so the rows of a slot that count are each the parent of the next. By one thread, when all rows are
+// sampled.
 inline void keep_chosen(const SampleArgs& a) {
-  bool counts = false;
+  i64 last = -1;  // the last row that counts
   for (i64 row = 0; row < a.step->num_rows; ++row) {
     const i32 slot = a.seq_slots[row];
-    const bool begins = row == 0 || a.seq_slots[row - 1] != slot;
-    counts = begins || (counts && !a.failed[row - 1] && a.token_ids[row - 1] == drafted(a, row));
-    if (!counts) continue;
+    const i64 parent = parent_of(a, row);
+    if (parent >= 0 && (parent != last || a.failed[parent] || a.token_ids[parent] != drafted(a, row))) continue;
+    last = row;
     a.last_ids[slot] = a.token_ids[row];
     if (!a.failed[row] && a.counts && a.counts[slot]) ++a.counts[slot][a.token_ids[row]];
   }

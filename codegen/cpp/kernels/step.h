@@ -86,6 +86,9 @@ struct Step {
     return {reinterpret_cast<T*>(sample_pool + offset * INFERC_SAMPLE_ROWS + column), stride};
   }
   INLINE i64* masses(int group) const { return a.masses ? a.masses[group] : nullptr; }
+  INLINE Echoes echoes(int group) const {
+    return a.num_echoes ? Echoes{a.echo_source[group], a.echo_target[group], a.num_echoes[group]} : Echoes{};
+  }
   // tokens_of_rows: the token of each row, or null if the rows are the tokens.
   INLINE StepAdapters adapters(const i32* tokens_of_rows) const { return {a.adapters, a.adapter_ids, tokens_of_rows}; }
   template <class T>

@@ -13,7 +13,7 @@ from inferc.errors import ArtifactError, ConfigError
 from inferc.runtime.artifact.libraries import Library, open_library
 from inferc.system.cpu_features import TILES, cpu_features
 
-ABI = 9
+ABI = 10
 
 # The CPU features that each library's code was compiled to use, by their names in /proc/cpuinfo; best library first.
 _AVX2 = frozenset(("avx2", "fma", "f16c"))
@@ -105,6 +105,9 @@ class StepArgs(Structure):
         ("masses", c_void_p),
         ("adapter_ids", c_void_p),
         ("adapters", c_void_p),
+        ("num_echoes", c_void_p),
+        ("echo_source", c_void_p),
+        ("echo_target", c_void_p),
     ]
 
 
@@ -149,6 +152,7 @@ class SampleArgs(Structure):
         ("top_ids", c_void_p),
         ("top_logprobs", c_void_p),
         ("max_top", c_int64),
+        ("parents", c_void_p),
     ]
 
 

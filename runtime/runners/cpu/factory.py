@@ -21,6 +21,7 @@ IN_RANKS: frozenset[Capability] = frozenset(
 ALONE: frozenset[Capability] = IN_RANKS | {
     "adapters",
     "drafts",
+    "draft_trees",
     "grammars",
     "heads",
     "kv_disk",

@@ -76,7 +76,8 @@ class CpuRunner:
         self.max_num_seqs, self.max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._groups = artifact.kv_groups
         self._artifact = artifact  # kept so that its weights stay mapped
-        self._most = MostRows.of(self.max_num_tokens, self.max_num_tokens, self.max_num_seqs)
+        # A branch of a tree of drafts is a sequence to the kernels, and has a token at least.
+        self._most = MostRows.of(*(self.max_num_tokens,) * 3)
         tokens, rows, seqs = self._most.tokens, self._most.rows, self._most.seqs
         self._maxima = (tokens, seqs, rows)  # in the order of `StepArgs`' fields
         self.limits = StepLimits(
@@ -87,6 +88,7 @@ class CpuRunner:
             self.num_blocks,
             self.block_size,
             num_offloaded=tuple(count for _, count in files),
+            max_num_branches=self.max_num_tokens,
         )
         self.arena_bytes: int = artifact.memory.reserved_bytes(tokens, seqs, config.num_threads)
         self._arena = _allocate("the arena", self.arena_bytes, "--max-num-batched-tokens", poison)
@@ -148,7 +150,7 @@ class CpuRunner:
         sample = None
         if len(plan.logits_rows) and self._hidden_out is None:
             state = self.vocab_size, self._count_table, self._last_ids
-            sample = SampleInputs.of(plan.sample, inputs, *state, plan.wants_logprobs, plan.masks)
+            sample = SampleInputs.of(plan.sample, inputs, *state, plan.wants_logprobs, plan.masks, plan.tree)
         taps = None
         if self._tables is not None and len(plan.tapped_rows):
             taps = StepTaps(self._tables, plan)

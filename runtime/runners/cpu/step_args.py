@@ -17,12 +17,14 @@ from inferc.runtime.runners.cpu import abi
 from inferc.runtime.step.plan import (
     I32,
     ROW_DTYPES,
+    Copies,
     Logprobs,
     Rows,
     SampleRows,
     StepMasks,
     StepPlan,
     StepResult,
+    StepTree,
     TokenLists,
 )
 
@@ -91,6 +93,8 @@ class StepInputs:
         if (ids := plan.adapters_of_tokens) is not None:
             args.adapter_ids, args.adapters = ids.ctypes.data, adapters
             kept.append(ids)
+        if plan.tree is not None:
+            kept.append(_set_echoes(args, plan.tree.echoes))
         return StepInputs(args, token_ids, plan.pending_rows, plan.pending_slots, kept)
 
     def fill_pending(self, last_ids: I32) -> None:
@@ -118,12 +122,14 @@ class SampleInputs:
         last_ids: I32,
         wants_logprobs: bool = False,
         masks: StepMasks | None = None,
+        tree: StepTree | None = None,
     ) -> SampleInputs:
         """Build the inputs of the sampler for the rows of a step.
 
         counts: per slot the address of its penalty counts, or 0; last_ids: the last id per slot, written by the
         sampler; wants_logprobs: return the log probability of every row's chosen token, even where `rows` ask for none;
-        masks: of the rows that may choose some tokens only.
+        masks: of the rows that may choose some tokens only; tree: whose the rows are, unless each is behind the one
+        before it.
         """
         count, top = len(rows), int(rows.num_logprobs.max(initial=0))
         out: dict[str, NDArray[Any]] = {
@@ -141,6 +147,8 @@ class SampleInputs:
         lists.update(_list_args("allowed", rows.allowed))
         if masks is not None:
             lists.update(mask_rows=abi.contiguous(masks.mask_rows, np.int32), masks=masks.bits)
+        if tree is not None:
+            lists["parents"] = abi.contiguous(tree.parents, np.int32)
         args = abi.SampleArgs(ctypes.pointer(step.args), vocab_size)
         for name, array in {**kept, **lists, **out}.items():
             setattr(args, name, abi.pointer(array))
@@ -157,6 +165,15 @@ class SampleInputs:
             logprobs = [_logprobs(out, row, count) for row, count in enumerate(self._num_logprobs)]
         chosen = out["logprobs"] if self._wants_logprobs else None
         return StepResult(out["token_ids"], logprobs, failed, chosen_logprobs=chosen)
+
+
+def _set_echoes(args: abi.StepArgs, echoes: Sequence[Copies]) -> list[Any]:
+    """Set what each layer copies once it has written its K and V, and return the arrays that are to be kept."""
+    counts = np.array([len(each.source) for each in echoes], np.int64)
+    sides = [[abi.contiguous(side, np.int64) for side in (each.source, each.target)] for each in echoes]
+    sources, targets = (np.array([side.ctypes.data for side in one], np.uintp) for one in zip(*sides, strict=True))
+    args.num_echoes, args.echo_source, args.echo_target = (array.ctypes.data for array in (counts, sources, targets))
+    return [counts, sides, sources, targets]
 
 
 def _list_args(name: str, lists: TokenLists) -> dict[str, NDArray[Any] | None]:

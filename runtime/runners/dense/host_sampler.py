@@ -66,22 +66,30 @@ class HostSampler:
         ids = logits.argmax(1).astype(np.int32)
         failed = ~np.isfinite(logits[np.arange(len(ids)), ids]) if len(ids) else np.zeros(0, np.bool_)
         is_plain = _is_plain(rows)
-        first, counts = 0, False  # the first row of the slot, and whether this row counts
+        first = last = 0  # the first row of the slot, and the last that counts
+        counted: list[tuple[I32, int]] = []
+        ways: list[list[int]] = []  # of the slot's rows, the ids drafted on the way to each
+        bounds = np.flatnonzero(np.diff(rows.seq_slots, prepend=-1, append=-1)).tolist()
         for row, slot in enumerate(rows.seq_slots.tolist()):
-            begins = row == 0 or rows.seq_slots[row - 1] != slot
-            first = row if begins else first
+            if row == bounds[0]:
+                first, bounds = row, bounds[1:]
+                ways = plan.drafts_of(first, bounds[0] - first)
             num_output = self._num_output.get(slot)
             if not is_plain[row]:
                 chosen = (self._nothing[1] if num_output is None else num_output).copy()
                 if num_output is not None:  # the ids drafted for the rows before count as chosen
-                    np.add.at(chosen, inputs[first + 1 : row + 1], 1)
+                    np.add.at(chosen, np.array(ways[row - first], np.int64), 1)
                 in_prompt = self._in_prompt.get(slot, self._nothing[0])
                 ids[row], failed[row] = sample_row(rows, row, logits[row], in_prompt, chosen)
-            counts = bool(begins or (counts and not failed[row - 1] and ids[row - 1] == inputs[row]))
-            if counts:
-                self._last[slot] = ids[row]
-            if counts and num_output is not None and not failed[row]:
-                num_output[ids[row]] += 1
+            parent = row - 1 if plan.tree is None else int(plan.tree.parents[row])
+            if row > first and (parent != last or failed[parent] or ids[parent] != inputs[row]):
+                continue
+            last = row
+            self._last[slot] = ids[row]
+            if num_output is not None and not failed[row]:
+                counted.append((num_output, int(ids[row])))
+        for num_output, token in counted:  # each row has counted what was drafted before it
+            num_output[token] += 1
         return ids, failed
 
 

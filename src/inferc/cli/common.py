@@ -143,6 +143,15 @@ SpeculateTokens = Annotated[
         "--speculate-tokens", metavar="N", help="The most tokens that --speculate drafts of a sequence in a step."
     ),
 ]
+SpeculateBranches = Annotated[
+    int,
+    typer.Option(
+        "--speculate-branches",
+        metavar="N",
+        help="The most tokens that a smaller model or a head drafts for one place. With more than 1, second choices are"
+        " computed in the same step, where they are likelier to be right than a longer chain.",
+    ),
+]
 StructuredOutputsBackend = Annotated[
     str,
     typer.Option(
@@ -455,6 +464,7 @@ def engine_options(
     trusted_keys: Path | None = None,
     speculate: str = "none",
     speculate_tokens: int = 15,
+    speculate_branches: int = 1,
     adapters: list[str] | None = None,
     structured_outputs_backend: str = "auto",
 ) -> dict[str, Any]:
@@ -480,6 +490,7 @@ def engine_options(
         "kv_evict": kv_evict,
         "speculate": speculate,
         "speculate_tokens": speculate_tokens,
+        "speculate_branches": speculate_branches,
         "adapters": tuple(adapters or ()),
         "structured_outputs_backend": backend_name("--structured-outputs-backend", structured_outputs_backend),
         "record": None if record is None else str(record),

@@ -28,6 +28,7 @@ from inferc.cli.common import (
     Record,
     SpecialTokensInText,
     Speculate,
+    SpeculateBranches,
     SpeculateTokens,
     StructuredOutputsBackend,
     Tap,
@@ -238,6 +239,7 @@ def generate(
     special_tokens_in_text: SpecialTokensInText = "allow",
     speculate: Speculate = "none",
     speculate_tokens: SpeculateTokens = 15,
+    speculate_branches: SpeculateBranches = 1,
     adapter: OneAdapter = None,
     structured_outputs_backend: StructuredOutputsBackend = "auto",
     trusted_keys: TrustedKeys = None,
@@ -283,6 +285,7 @@ def generate(
             trusted_keys=trusted_keys,
             speculate=speculate,
             speculate_tokens=speculate_tokens,
+            speculate_branches=speculate_branches,
             adapters=listed(adapter),
             structured_outputs_backend=structured_outputs_backend,
         ),
@@ -427,6 +430,7 @@ def chat(
     reasoning_format: ReasoningFormat = None,
     speculate: Speculate = "none",
     speculate_tokens: SpeculateTokens = 15,
+    speculate_branches: SpeculateBranches = 1,
     adapter: OneAdapter = None,
     trusted_keys: TrustedKeys = None,
     as_json: Json = False,
@@ -448,6 +452,7 @@ def chat(
     options = engine_options(threads, isa, 1, 512, kv_memory, deterministic=deterministic, trusted_keys=trusted_keys)
     options |= {"speculate": speculate, "speculate_tokens": speculate_tokens, "adapters": listed(adapter)}
     options |= form_options(None, reasoning_format)
+    options["speculate_branches"] = speculate_branches
     asked |= {"adapter": name_of(adapter)}
     with LLM(out, special_tokens_in_text=special_tokens_in_text, **options) as llm:
         if not llm.text.has_chat_template:

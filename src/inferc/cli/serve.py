@@ -29,6 +29,7 @@ from inferc.cli.common import (
     Record,
     SpecialTokensInText,
     Speculate,
+    SpeculateBranches,
     SpeculateTokens,
     StructuredOutputsBackend,
     Tap,
@@ -104,6 +105,7 @@ def serve(
     ] = None,
     speculate: Speculate = "none",
     speculate_tokens: SpeculateTokens = 15,
+    speculate_branches: SpeculateBranches = 1,
     adapter: Adapters = None,
     adapter_folder: Annotated[
         Path | None,
@@ -369,6 +371,7 @@ def serve(
         trusted_keys=trusted_keys,
         speculate=speculate,
         speculate_tokens=speculate_tokens,
+        speculate_branches=speculate_branches,
         adapters=adapter,
         structured_outputs_backend=structured_outputs_backend,
     )

@@ -308,6 +308,36 @@ def test_sequences_with_the_same_blocks_attend_as_alone_with_alibi(
         assert torch.equal(alone[0], together[seq])
 
 
+@pytest.mark.parametrize("mask", ["causal", "sliding"])
+@pytest.mark.parametrize(("fork", "end"), [(530, 537), (95, 99), (64, 70), (1, 3)], ids=str)
+def test_a_branch_attends_as_if_it_were_a_chain(
+    kernels: Kernels, dtype: torch.dtype, int8: bool, mask: str, fork: int, end: int
+) -> None:
+    """A branch has blocks of its own from its first token on, and in them copies of the tokens before it."""
+    case = Case(((0, end), (0, end)), mask=mask, window=40 if mask == "sliding" else 0, alibi=mask == "causal")
+    k, v = (torch.randn(end, case.kv_heads, case.dim).to(dtype) for _ in range(2))
+    other_k, other_v = (torch.cat((x[:fork], torch.randn_like(x[fork:]))) for x in (k, v))
+    q = torch.randn(2 * (end - fork), case.heads, case.dim).to(dtype) * 2
+    starts, lengths = torch.tensor([0, end - fork, 2 * (end - fork)]).int(), torch.tensor([end, end]).int()
+
+    chains = Pool(kernels, case, dtype, int8)
+    chains.write(k, v, chains.slots(0, 0, end), 1)
+    chains.write(other_k, other_v, chains.slots(1, 0, end), 1)
+    expected = chains.attend(q, starts, lengths, 1, None, False)
+
+    tree = Pool(kernels, case, dtype, int8)
+    head = fork // case.block_size * case.block_size
+    tree.table[1, : head // case.block_size] = tree.table[0, : head // case.block_size]
+    tree.write(k, v, tree.slots(0, 0, end), 1)
+    tree.write(other_k[fork:], other_v[fork:], tree.slots(1, fork, end), 1)
+    sizes = (tree.layers, 1, case.block_size, case.kv_heads, case.dim)
+    echoes = (tree.slots(0, head, fork), tree.slots(1, head, fork))
+    before = tree.data[:, 0].clone()
+    kernels("test_echo", kernels.threads, DTYPES.index(dtype), int8, tree.data, *sizes, *echoes, fork - head)
+    assert torch.equal(tree.data[:, 0].view(torch.uint8), before.view(torch.uint8)), "another layer is untouched"
+    assert torch.equal(tree.attend(q, starts, lengths, 1, None, False), expected)
+
+
 @pytest.mark.parametrize("heads", [2, 6, 14, 20], ids=lambda heads: f"{heads}h")
 def test_integers_attend_as_the_numbers_they_are(kernels: Kernels, dtype: torch.dtype, heads: int) -> None:
     """If all scales are 1, the additions are those over K and V in the dtype of the queries.

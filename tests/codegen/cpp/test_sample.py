@@ -441,6 +441,50 @@ def test_rows_behind_drafted_tokens_are_those_of_one_step_each(
         assert np.array_equal(now, after)
 
 
+PARENTS = [-1, 0, 1, 0, 3, 3, 5, 4]  # of the rows of a tree
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_of_a_tree_are_those_of_the_chain_on_the_way_to_each(
+    kernels: Kernels, temperature: float, with_logprobs: bool
+) -> None:
+    """Penalties count what was drafted on the way to a row, and nothing of other branches."""
+    rng = np.random.default_rng(int(temperature) + 2 * with_logprobs)
+    size = len(PARENTS)
+    logits, inputs = rng.normal(size=(size, VOCAB)).astype(np.float32), rng.choice(VOCAB, size, replace=False)
+    asked = rows_with(
+        temperature=temperature,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.7,
+        num_logprobs=NUM_TOP if with_logprobs else 0,
+        seeds=9,
+    )
+    ways = [[0]]
+    for row in range(1, size):
+        ways.append([*ways[PARENTS[row]], row])
+    counters = np.array([len(way) - 1 for way in ways], np.uint64)
+    rows = replace(many(asked, size), counters=counters, seq_slots=np.zeros(size, np.int32))
+    start = np.zeros(VOCAB, np.uint32)
+    start[[1, 5, *inputs[3:5]]] = 1 << 31, 2, 1, 1 << 31
+    right = [0, 3, 5, 6]
+    for row, child in zip(right, [*right[1:], None], strict=True):
+        tree = Sampler(kernels, logits, start.copy(), inputs=inputs.tolist())
+        found = tree.rows(rows, {"parents": np.array(PARENTS, np.int32)})
+        for way in ways:
+            alone = Sampler(kernels, logits[way], start.copy(), inputs=inputs[way].tolist())
+            expected = alone.rows(drafted_rows(asked, [0] * len(way)))
+            assert found.row(way[-1]).bits() == expected.row(len(way) - 1).bits()
+        chosen = right[: right.index(row) + 1]
+        assert tree.last_ids[0] == found.token[row]
+        after = start.copy()
+        np.add.at(after, found.token[chosen], 1)
+        assert tree.counts is not None and np.array_equal(tree.counts, after)
+        if child is not None:
+            inputs[child] = found.token[row]  # what was drafted there is right from now on
+
+
 def test_slots_with_and_without_drafts_share_a_step(kernels: Kernels) -> None:
     logits = np.random.default_rng(4).normal(size=(5, VOCAB)).astype(np.float32)
     alone = [int(row.argmax()) for row in logits]

@@ -20,6 +20,7 @@ GIVEN: dict[str, tuple[dict[str, Any], ...]] = {
         {"speculate": each} for each in ("mtp", "draft:a", "eagle3:a")
     ),
     "`--speculate mtp` or `eagle3:PATH`": ({"speculate": "mtp"}, {"speculate": "eagle3:a"}),
+    "`--speculate-branches`": ({"speculate": "draft:a", "speculate_branches": 2},),
     "`--kv-evict`": ({"kv_evict": "sinks:4+window:64"},),
     "`--kv-disk`": ({"kv_disk": "a"},),
     "`--kv-events`": ({"kv_events": True},),

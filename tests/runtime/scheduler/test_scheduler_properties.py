@@ -133,6 +133,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         "mover": mover,
         "overcommit": draw(st.booleans()),
         "drafts": draw(st.one_of(st.none(), st.integers(0, 2**16))),
+        "branching": draw(st.sampled_from([0.0, 0.3, 0.6])),
     }
     engine = make_engine(**options)
     if draw(st.booleans()):

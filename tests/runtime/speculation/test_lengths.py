@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,13 @@ from inferc.runtime.step.plan import F64
 
 COUNTS: F64 = np.arange(65, dtype=np.float64)
 FLAT: F64 = np.ones(65)  # a step takes as long whatever it computes
+
+
+def counts_of(*args: Any) -> list[int]:
+    """Return how many tokens each sequence gets if all drafts are chains."""
+    found = choose_counts(*args)
+    assert all(each.count == each.depth for each in found)
+    return [each.count for each in found]
 
 
 def speed(counts: list[int], rates: list[float], num_tokens: int, times: F64, waiting: float, depth: float) -> float:
@@ -38,7 +46,7 @@ def test_no_choice_gives_more_tokens_a_second(
     most, rates = [count for count, _ in offered], [rate for _, rate in offered]
     times: F64 = 1.0 + np.concatenate(([0.0], np.cumsum(steps)))
     num_tokens = len(most)
-    found = choose_counts(most, rates, num_tokens, times, waiting, depth)
+    found = counts_of(most, rates, num_tokens, times, waiting, depth)
     assert all(0 <= count <= limit for count, limit in zip(found, most, strict=True))
 
     def of(counts: list[int]) -> float:
@@ -55,19 +63,19 @@ def test_no_choice_gives_more_tokens_a_second(
 
 
 def test_a_step_that_costs_more_has_shorter_drafts() -> None:
-    flat = choose_counts([15], [0.8], 1, FLAT, 0.0, 0.0)
-    steep = choose_counts([15], [0.8], 1, 1.0 + 0.3 * COUNTS, 0.0, 0.0)
-    steeper = choose_counts([15], [0.8], 1, 1.0 + 10.0 * COUNTS, 0.0, 0.0)
+    flat = counts_of([15], [0.8], 1, FLAT, 0.0, 0.0)
+    steep = counts_of([15], [0.8], 1, 1.0 + 0.3 * COUNTS, 0.0, 0.0)
+    steeper = counts_of([15], [0.8], 1, 1.0 + 10.0 * COUNTS, 0.0, 0.0)
     assert flat == [15] and 0 < steep[0] < 15 and steeper == [0]
 
 
 def test_the_sequence_that_chooses_more_gets_more() -> None:
-    low, high = choose_counts([15, 15], [0.4, 0.9], 2, 1.0 + 0.05 * COUNTS, 0.0, 0.0)
+    low, high = counts_of([15, 15], [0.4, 0.9], 2, 1.0 + 0.05 * COUNTS, 0.0, 0.0)
     assert 0 <= low < high
 
 
 def test_no_more_tokens_than_steps_whose_times_are_known() -> None:
-    assert sum(choose_counts([63] * 4, [0.99] * 4, 4, FLAT, 0.0, 0.0)) == len(FLAT) - 1 - 4
+    assert sum(counts_of([63] * 4, [0.99] * 4, 4, FLAT, 0.0, 0.0)) == len(FLAT) - 1 - 4
 
 
 def test_acceptance_is_learned_by_kind_and_by_sequence() -> None:
@@ -132,5 +140,5 @@ def test_steps_that_tell_nothing_are_left_out(count: int, seconds: float) -> Non
 @pytest.mark.parametrize("costs", [(0.0, 0.0), (0.2, 0.1)])
 def test_the_look_beforehand_is_what_would_be_chosen(num_tokens: int, slope: float, costs: tuple[float, float]) -> None:
     times: F64 = 1.0 + slope * np.arange(513, dtype=np.float64)
-    chosen = choose_counts([1] * num_tokens, [0.9] * num_tokens, num_tokens, times, *costs)
+    chosen = counts_of([1] * num_tokens, [0.9] * num_tokens, num_tokens, times, *costs)
     assert can_pay(0.9, num_tokens, times, *costs) == any(chosen)

@@ -58,7 +58,8 @@ def join(batch: Batch, arrival: int, stops: tuple[int, ...] = ()) -> int:
 
 def draft(speculation: Speculation, batch: Batch, room: int = 10) -> list[list[int]]:
     slots = batch.order.tolist()
-    return speculation.draft(batch, slots, [room] * len(slots), len(slots), lambda slot, count: count)
+    found = speculation.draft(batch, slots, [room] * len(slots), len(slots), lambda slot, count: count)
+    return [tree.token_ids for tree in found]
 
 
 def idle_steps(speculation: Speculation, batch: Batch) -> int:
@@ -130,7 +131,7 @@ def test_a_draft_that_is_accepted_halves_the_rests() -> None:
         idle_steps(speculation, batch)
     drafter.drafts = {int(batch.order[0]): [5, 6]}
     assert draft(speculation, batch) == [[5, 6]]
-    speculation.landed(int(batch.order[0]), 2, 2)
+    speculation.landed(int(batch.order[0]), 2, [5, 6, 7], 2)
     drafter.drafts = {}
     for _ in range(PATIENCE):
         assert speculation.wants_ids(batch)
@@ -154,7 +155,7 @@ def test_no_more_is_drafted_than_there_is_room_for() -> None:
     speculation = Speculation(Fixed({first: [5, 6, 7], second: [5, 6, 7]}), 8)
     assert draft(speculation, batch, room=2) == [[5, 6], [5, 6]]
     found = speculation.draft(batch, [first, second], [3, 3], 2, lambda slot, count: 1 if slot == first else 0)
-    assert found == [[5], []]
+    assert [tree.token_ids for tree in found] == [[5], []]
 
 
 @pytest.mark.parametrize("has_other", [False, True])
@@ -181,7 +182,8 @@ def test_the_look_beforehand_does_not_refuse_drafts_that_pay(count: int) -> None
     """Drafts for all sequences pay in any batch if steps take the same time whatever is in them."""
     speculation = Speculation(Fixed(), count)
     speculation.times._table = times = np.ones(513)
-    assert sum(choose_counts([7] * count, [GOOD] * count, count, times, 0.0, 0.0)) > count
+    wanted = choose_counts([7] * count, [GOOD] * count, count, times, 0.0, 0.0)
+    assert sum(each.count for each in wanted) > count
     assert speculation._can_pay(count)
 
 

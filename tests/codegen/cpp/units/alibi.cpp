@@ -10,7 +10,7 @@ EXPORT void test_alibi(void* pool, i64 dtype, i64 int8, const void* q, void* out
     Cache<S> c{static_cast<S*>(cache), layers, layer, block_size, kv_heads, dim};
     Attention<T, Cache<S>, Alibi> a{rows_of<const T>(q, heads * dim), rows_of<T>(out, heads * dim), c, table, max_blocks,
                                     starts, lengths, as<T>(sinks), seqs, heads, scale, softcap, Mask(mask), window, partials,
-                                    max_partials, mass_from, masses, slopes};
+                                    max_partials, mass_from, masses, {}, slopes};
     on(pool, [&](Team& t) { paged_attention(t, a); });
   })
 }

@@ -29,6 +29,15 @@ EXPORT void test_latent(void* pool, i64 dtype, i64 int8, i64 write, const void* 
   })
 }
 
+// What a layer copies between writing its K and V and attending to them.
+EXPORT void test_echo(void* pool, i64 dtype, i64 int8, void* cache, i64 layers, i64 layer, i64 block_size, i64 kv_heads,
+                      i64 dim, const i64* source, const i64* target, i64 count) {
+  FOR_CACHE(dtype, int8, {
+    Cache<S> c{static_cast<S*>(cache), layers, layer, block_size, kv_heads, dim};
+    on(pool, [&](Team& t) { echo_slots(t, c, {source, target, count}); });
+  })
+}
+
 // out: the number of groups, then of each its first sequence, how many, and the keys that they share.
 EXPORT void test_sharing(const i32* table, i64 max_blocks, const i32* lengths, i64 seqs, i64 block_size, i64 most, i64* out) {
   Attention<float> a{};

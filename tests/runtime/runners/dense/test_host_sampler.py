@@ -52,3 +52,10 @@ def test_rows_behind_drafted_tokens_are_those_of_a_step_each(temperature: float)
         assert found.token_ids[: num_right + 1].tolist() == chosen[: num_right + 1]
         after = run(together, logits[num_right + 1 : num_right + 2], [0], num_right + 1, temperature)
         assert after.token_ids.tolist() == [chosen[num_right + 1]], "penalties count what was chosen, and no more"
+
+
+def test_a_drafted_token_that_was_right_is_counted_once() -> None:
+    logits = np.zeros((2, VOCAB), np.float32)
+    logits[:, 40], logits[1, 41] = 10.0, 6.6  # 10 / 1.3 - 0.7 is above it, and less another 0.7 below
+    found = run(sampler(), logits, [0, 40], 0, 0.0)
+    assert found.token_ids.tolist() == [40, 40]
