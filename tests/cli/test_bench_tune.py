@@ -66,6 +66,7 @@ def test_the_server_reads_what_is_written(winner: Candidate, tiny_artifact: Path
     assert [each.name for each in tmp_path.iterdir()] == ["best.toml"]
 
 
+@pytest.mark.slow
 def test_from_steps_to_a_configuration(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # However slow the machine is: each look at the clock finds that a tenth of a second of the 15 has gone.
     looks = itertools.count()

@@ -20,7 +20,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tup
 
 QUICK = {  # the cases of `make test`
     ("q x 1.0001", "bfloat16"),
-    ("eps of heads", "bfloat16"),
     ("window", "float32"),
     ("sign of a rope", "w8a8"),
     ("dropped bias", "int4"),

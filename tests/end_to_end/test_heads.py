@@ -91,7 +91,7 @@ def heads(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
 @pytest.mark.parametrize("how", HOW_RUN)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.quick("speculators-plain", "speculators-in chunks", "speculators-preempted", "eagle-plain", "normed-plain")
+@pytest.mark.quick("speculators-plain", "speculators-preempted", "eagle-plain")
 def test_a_compiled_head_drafts_what_its_description_says(
     made: Made, heads: Callable[[str], tuple[Path, Path]], kind: str, how: str
 ) -> None:
@@ -199,9 +199,8 @@ def test_the_reference_runs_heads(made: Made, tmp_path: Path) -> None:
     check(made, head, drafted)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"quantize": "w8a8", "kv_dtype": "int8"}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"quantize": "w8a8", "kv_dtype": "int8"}], ids=str)
 def test_a_head_in_bfloat16_and_in_integers(made: Made, tmp_path: Path, options: dict[str, Any]) -> None:
     """Rows go from the one step to the other as they are stored; answers are those of the model alone."""
     folder = make_head(tmp_path / "head", made.folder, layers=LAYERS, num_drafted=200)

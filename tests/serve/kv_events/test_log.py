@@ -288,7 +288,6 @@ def test_an_endpoint_that_is_none(endpoint: str) -> None:
         (("--kv-events", "tcp://localhost:65536"), "--kv-events tcp://localhost:65536: expected tcp://ADDRESS:PORT"),
         (("--kv-events", "grpc", "--kv-events-replay", "tcp://127.0.0.1:5558"), "need an endpoint"),
         (("--kv-events-topic", "kv"), "need an endpoint"),
-        (("--kv-events", "grpc", "--no-prefix-cache"), "prefix_cache is off"),
     ],
 )
 def test_serve_refuses_what_cannot_be_published(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
