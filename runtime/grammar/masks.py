@@ -18,7 +18,7 @@ from inferc.runtime.step.plan import I32, I64, U32, StepPlan
 log = logging.getLogger(__name__)
 
 CANNOT = "slot %d: its mask cannot be made"
-# Of this thread, for a row of a step. An ambiguous form can take longer with each token, and so hold up all sequences.
+# Of this thread, for one mask. An ambiguous form can take longer with each token, and so hold up all sequences.
 MOST_SECONDS = 0.5
 ALL = np.uint32(0xFFFFFFFF)
 
@@ -138,13 +138,12 @@ class _StepMasks:
 
     def _reach(self, row: _Row, token_ids: list[int]) -> bool:
         """Go to the place of a row's last mask, fill those before, and return whether the last is to be filled."""
-        bits, constraint, begun = self._owner.bits, row.constraint, thread_time()
+        bits, constraint = self._owner.bits, row.constraint
         try:
             for way, at in zip(row.ways, row.rows, strict=True):
+                begun = thread_time()
                 fits = constraint.go_to(row.start, token_ids + way)
-                if thread_time() - begun > MOST_SECONDS:
-                    log.error("slot %d: its form takes more than %g s a step", row.slot, MOST_SECONDS)
-                    bits[row.rows] = 0
+                if self._is_late(row, begun):
                     break
                 if not fits:
                     log.error("slot %d: the grammar does not have the tokens that its own masks allowed", row.slot)
@@ -155,24 +154,43 @@ class _StepMasks:
                     return True
                 else:
                     constraint.matcher.fill(bits, at)
+                    if self._is_late(row, begun):
+                        break
         except Exception:  # the row fails, and no other
             log.exception(CANNOT, row.slot)
             bits[row.rows] = 0
         return False
 
+    def _is_late(self, row: _Row, begun: float) -> bool:
+        """Return whether a mask that was begun then took too long, and let its row fail if so."""
+        if thread_time() - begun <= MOST_SECONDS:
+            return False
+        log.error("slot %d: its form takes more than %g s a step", row.slot, MOST_SECONDS)
+        self._owner.bits[row.rows] = 0
+        return True
+
     def _fill_last(self, rows: list[_Row]) -> None:
-        """Fill the last mask of some rows: in one call, or one by one if that fails."""
+        """Fill the last mask of some rows: in one call, or one by one if that fails, or took long in the step before.
+
+        Which of them takes too long is known only one by one.
+        """
         if not rows:
             return
-        bits, matchers = self._owner.bits, [row.constraint.matcher for row in rows]
-        try:
-            matchers[0].fill_rows(matchers, bits, [row.rows[-1] for row in rows])
-            return
-        except Exception:
-            log.debug("the masks of %d rows are made one by one", len(rows), exc_info=True)
+        owner, bits, matchers = self._owner, self._owner.bits, [row.constraint.matcher for row in rows]
+        if not owner.is_slow:
+            begun = thread_time()
+            try:
+                matchers[0].fill_rows(matchers, bits, [row.rows[-1] for row in rows])
+                owner.is_slow = thread_time() - begun > MOST_SECONDS
+                return
+            except Exception:
+                log.debug("the masks of %d rows are made one by one", len(rows), exc_info=True)
+        owner.is_slow = False
         for row, matcher in zip(rows, matchers, strict=True):
+            begun = thread_time()
             try:
                 matcher.fill(bits, row.rows[-1])
+                owner.is_slow |= self._is_late(row, begun)
             except Exception:
                 log.exception(CANNOT, row.slot)
                 bits[row.rows] = 0
@@ -189,6 +207,7 @@ class MaskMaker:
         self._num_slots, self._vocab_size = num_slots, vocab_size
         self._bits: U32 | None = None
         self._num_rows = num_slots
+        self.is_slow = False  # the masks of a step took long; the masks' thread has it
         self._at: dict[int, Constraint] = {}  # by slot
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -25,6 +25,7 @@ class Counting:
     rollbacks: list[int] = field(default_factory=list)
     fails: bool = False
     seconds: float = 0.0  # that a token takes
+    fill_seconds: float = 0.0  # that a mask takes
     clock: list[float] = field(default_factory=lambda: [0.0])
 
     def accept(self, token_id: int) -> bool:
@@ -38,6 +39,7 @@ class Counting:
     def fill(self, bits: U32, row: int) -> None:
         if self.fails:
             raise RuntimeError("a fault of the library")
+        self.clock[0] += self.fill_seconds
         bits[row] = 0
         bits[row, self.length // 32] |= np.uint32(1 << self.length % 32)
         bits[row, END // 32] |= np.uint32(1 << END % 32)
@@ -179,6 +181,31 @@ def test_a_form_that_takes_too_long_fails_alone(
     assert steps.masks(steps.plan(0, 0)) == [[0, END], [0, END]]
     assert steps.masks(steps.plan(1, 1), 0, 0) == [[], [1, END]]
     assert "slot 0: its form takes more than 0.5 s a step" in caplog.text and "slot 1" not in caplog.text
+    steps.maker.close()
+
+
+def test_masks_that_take_too_long_fail_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, quick = Counting(fill_seconds=0.6), Counting(fill_seconds=0.4)
+    quick.clock = slow.clock
+    monkeypatch.setattr(masks_module, "thread_time", lambda: slow.clock[0])
+    steps = Steps(slow, quick)
+    assert steps.masks(steps.plan(0, 0)) == [[0, END], [0, END]], "whose masks took long is not known yet"
+    assert steps.masks(steps.plan(1, 1), 0, 0) == [[], [1, END]]
+    assert "slot 0: its form takes more than 0.5 s a step" in caplog.text and "slot 1" not in caplog.text
+    steps.maker.close()
+
+
+def test_drafted_tokens_have_a_time_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = Counting(seconds=0.1, fill_seconds=0.1)
+    monkeypatch.setattr(masks_module, "thread_time", lambda: matcher.clock[0])
+    steps = Steps(matcher)
+    masks = steps.masks(steps.drafting((0, [0, 1, 2, 3])))
+    assert masks == [[place, END] for place in range(5)]
+    slow = Counting(fill_seconds=0.6)
+    monkeypatch.setattr(masks_module, "thread_time", lambda: slow.clock[0])
+    steps.maker.close()
+    steps = Steps(slow)
+    assert steps.masks(steps.drafting((0, [0, 1]))) == [[], [], []]
     steps.maker.close()
 
 
