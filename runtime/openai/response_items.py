@@ -99,7 +99,8 @@ class Items:
         yield "response.output_text.delta", fields
 
     def _thought(self, text: str) -> Iterator[Event]:
-        if self._open is None:
+        if self._open is None or self._open["type"] != "reasoning":
+            yield from self._end("completed")
             yield self._begin({"id": f"rs_{self._suffix}", "type": "reasoning", "summary": [], "content": []})
             yield "response.content_part.added", {**self._place, "content_index": 0, "part": FIRST_THOUGHT}
         self._texts.append(text)

@@ -151,15 +151,19 @@ class _Place:
 
     def spell(self) -> str:
         """Return what was taken for a header as text."""
-        text, self.header, self.body = self.unsure, "", Body()
+        text = re.sub(f"[{''.join(self._marks.by_token.values())}]", "", self.header.removeprefix(self._channels.role))
+        self.header, self.body = "", Body()
         return text
+
+    @property
+    def has_channel(self) -> bool:
+        """True within a header that names its channel."""
+        return self._channel in self.header
 
     @property
     def unsure(self) -> str:
         """The part of what was taken for a header that is text if it is none."""
-        if self._channel in self.header:
-            return ""
-        return re.sub(f"[{''.join(self._marks.by_token.values())}]", "", self.header.removeprefix(self._channels.role))
+        return "" if self.has_channel else self.header.removeprefix(self._channels.role)
 
     @property
     def _is_header(self) -> bool:
@@ -204,7 +208,8 @@ class ChannelReader:
 
     def finish(self, is_cut: bool = False) -> Parts:
         """Return what was held back when the answer ended: what has not become a header."""
-        is_header = self._place.body is not None or self._place.unsure.lstrip().startswith("to=")
+        place = self._place
+        is_header = place.body is not None or place.has_channel or place.unsure.lstrip().startswith("to=")
         return "", "" if is_cut or is_header else self._place.spell()
 
     def _read(self, text: str) -> Parts:
@@ -236,7 +241,7 @@ class ChannelReader:
         if body.name is not None and self._called is not None:
             return part
         if self._is_new:
-            part = part.lstrip()
+            part = part.lstrip() if body.is_thought else part  # a text may be of a form, which spaces belong to
             if not part:
                 return ""
             self._spaces = BETWEEN if self._has[is_apart] else ""

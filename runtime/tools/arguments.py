@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from inferc.runtime.grammar.schema.kinds import OPENING, TEXT, Kinds, looks_like
 
 MAX_NAME = 256  # characters within which a call's name ends
 MAX_VALUE = 8192  # characters of a name, or of a number, that are awaited as a whole
+NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -148,11 +150,17 @@ class TaggedArguments:
 
 def spelled(value: str) -> str:
     """Return JSON for a value as a model wrote it: itself, what Python writes, or a text of anything else."""
+    if NUMBER.fullmatch(value):  # of any length, while Python reads so many digits alone
+        return value
     try:
-        json.loads(value)
-    except ValueError:
+        json.loads(value, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
         return PYTHON.get(value, json.dumps(value, ensure_ascii=False))
     return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is none of JSON's")
 
 
 class _Json:

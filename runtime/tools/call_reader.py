@@ -17,6 +17,7 @@ from inferc.runtime.tools.arguments import MAX_NAME, Arguments, JsonArguments, c
 MAX_SPACES = 256  # at the end of a text that are held back, since a call may follow
 PIECE = 4096  # characters that are read at once: each step copies what is left of them
 SLOT = re.compile(f"([{ID}{NUMBER}])")
+IN_NAME = string.ascii_letters + string.digits + "_.-"
 IN_SLOT = re.compile(r"[A-Za-z0-9_-]{0,64}")  # what may stand for an id or a number
 
 
@@ -132,7 +133,7 @@ class CallReader:
             self._left = ""
             return False
         before = self._form.before
-        if (self._calls.is_first or self._form.is_first) and not before.startswith(self._left[: len(before)]):
+        if self._is_first and not before.startswith(self._left[: len(before)]):
             self._is_plain = True
             return True
         text, _, rest = self._left.partition(self._form.before)
@@ -146,16 +147,16 @@ class CallReader:
         return False
 
     def _read_name(self, found: list[str | CallPart]) -> bool:
+        behind = self._left.lstrip(IN_NAME) if self._form.is_python else ""
+        if behind and not behind.startswith(self._form.between):  # a list, or a link of Markdown's
+            return self._read_no_name(found)
         name = self._name_in(self._left)
         end = _matched(self._form.between, self._left[len(name) :]) if name else None
         longest = MAX_NAME + max(map(len, self._calls.behind_name))
         if (name is None or end == MORE) and len(self._left) < longest:
             return False
         if not name or len(name) > MAX_NAME or end is None or end == MORE:
-            self._say(self._opening + self._left[:1], found)  # only its beginning was a call's
-            self._left = self._left[1:]
-            self._read = self._read_text
-            return True
+            return self._read_no_name(found)
         written = self._left[len(name) : len(name) + end]
         found.append(CallPart(self.num_calls, "", name, self._id(name, written)))
         self.num_calls += 1
@@ -163,6 +164,18 @@ class CallReader:
         self._left, self._read = self._left[len(name) + end :], self._read_arguments
         self._arguments = self._calls.arguments(name)
         return True
+
+    def _read_no_name(self, found: list[str | CallPart]) -> bool:
+        """Hand on what began like a call as text."""
+        self._say(self._opening + self._left[:1], found)
+        self._left = self._left[1:]
+        self._read, self._is_plain = self._read_text, self._is_first
+        return True
+
+    @property
+    def _is_first(self) -> bool:
+        """True if calls begin the answer, or there are none."""
+        return self._calls.is_first or self._form.is_first
 
     def _name_in(self, text: str) -> str | None:
         """Return the name at the begin of a text, None if its end did not come."""

@@ -383,9 +383,7 @@ class ServedModel:
         """Load the tokenizer here and, at the same time, the weights in the engine's process; raise the first error."""
         starting = asyncio.create_task(self.supervisor.start())
         try:
-            files = with_forms(self.artifact.tokenizer, self.config.tool_format, self.config.reasoning_format)
-            in_text = self._special_tokens_in_text
-            self.engine.text = await asyncio.to_thread(Text, files, in_text)
+            self.engine.text = await asyncio.to_thread(self._load_text)
             self.engine.text.check_stop_ids(self.artifact.model.eos_token_ids)
             await starting
         except BaseException:
@@ -394,6 +392,10 @@ class ServedModel:
                 await starting
             await self.close()
             raise
+
+    def _load_text(self) -> Text:
+        files = with_forms(self.artifact.tokenizer, self.config.tool_format, self.config.reasoning_format)
+        return Text(files, self._special_tokens_in_text)
 
     async def close(self, leaving: Leaving = UNLOAD) -> None:
         await self.supervisor.close()

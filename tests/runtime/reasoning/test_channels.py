@@ -42,6 +42,7 @@ SCHEMAS = {
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
+LONG = "a header that does not end " * 40
 HEADERS = (
     "<|channel|>commentary to=functions.now <|constrain|>json<|message|>",
     " to=functions.now<|channel|>commentary <|constrain|>json<|message|>",
@@ -85,6 +86,7 @@ def read(text: str, seed: int = 0, tail: str = "assistant", is_within: bool = Fa
     [
         (f"{ANALYSIS}Hm.{NEXT}{FINAL}Yes.", "Hm.", "Yes.", []),
         (f"{ANALYSIS} Hm.\n {NEXT}{FINAL}Yes. <|return|>", "Hm.", "Yes. ", []),
+        (f"{ANALYSIS}Hm.{NEXT}{FINAL}    return 1\n", "Hm.", "    return 1\n", []),
         (f"{ANALYSIS}Hm.{NEXT}{ANALYSIS}Hm?{NEXT}{FINAL}Yes.", "Hm.\n\nHm?", "Yes.", []),
         (f"{FINAL}Yes.", "", "Yes.", []),
         (f"{ANALYSIS}Hm", "Hm", "", []),
@@ -94,6 +96,9 @@ def read(text: str, seed: int = 0, tail: str = "assistant", is_within: bool = Fa
         (f"{HEADERS[0]}{{}}<|call|><|start|>assistant{HEADERS[2]}{{}}<|call|>", "", "", ["now", "now"]),
         (f"<|channel|>comment<|message|>Said.{NEXT}{FINAL}Two.", "", "Said.\n\nTwo.", []),
         ("Hello there.", "", "Hello there.", []),
+        (" ", "", " ", []),
+        ("<|channel|>fin", "", "", []),
+        (f"<|channel|>{LONG}<|end|>", "", LONG, []),
         ("as it is", "", "as it is", []),
         ("a", "", "a", []),
         (f"{ANALYSIS}a <|constrain|>b{NEXT}", "a b", "", []),

@@ -18,7 +18,7 @@ from inferc.chat.calls import ID, NUMBER, CallForm
 from inferc.config import GrammarBackend
 from inferc.errors import RequestError
 from inferc.runtime.tools.answer_calls import AnswerCalls
-from inferc.runtime.tools.arguments import MAX_NAME, MAX_VALUE
+from inferc.runtime.tools.arguments import MAX_NAME, MAX_VALUE, spelled
 from inferc.runtime.tools.call_reader import Call, CallPart, CallReader, Said, read_calls
 from inferc.runtime.tools.choices import Choice
 from inferc.runtime.tools.tools import Tools
@@ -432,3 +432,18 @@ def test_only_allowed_tools_are_called() -> None:
         walker = walker_of(FORMS["tagged"], Tools(FUNCTIONS, choice, allowed=("now",)))
         assert walker.admits(written(FORMS["tagged"], [("now", NOW)]))
         assert not walker.admits(written(FORMS["tagged"], [("get_weather", WEATHER)]))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("1.5e3", "1.5e3"),
+        ("9" * 5_000, "9" * 5_000),
+        ("NaN", '"NaN"'),
+        ("-Infinity", '"-Infinity"'),
+        ("True", "true"),
+        ("[" * 5_000, '"' + "[" * 5_000 + '"'),
+    ],
+)
+def test_a_value_is_json_whatever_is_written(value: str, expected: str) -> None:
+    assert spelled(value) == expected

@@ -79,7 +79,22 @@ def test_calls_are_read_in_any_pieces(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("text", ["", "Hello.", "See [f(a=1)].", "[1, 2]", "[f", " [now()]", "[get_weather"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Hello.",
+        "See [f(a=1)].",
+        "[1, 2]",
+        "[f",
+        " [now()]",
+        "[get_weather",
+        "[a page](https://example.org) says so.",
+        "[1] Rome (Italy) is warm.",
+        "[[now()]]",
+        "[ [now()]",
+    ],
+)
 def test_calls_begin_an_answer_or_it_is_text(text: str, seed: int) -> None:
     said = in_pieces(text, seed)
     assert (said.text, said.calls) == (text, [])
@@ -103,6 +118,11 @@ def test_calls_begin_an_answer_or_it_is_text(text: str, seed: int) -> None:
         "[]",
         "{}",
         "'a\nb'",
+        "[1, 2,]",
+        "(1,)",
+        "{1: [2], None: {'a': 3,},}",
+        "'a' \"b\"",
+        "'''a'''",
     ],
 )
 def test_a_value_is_what_python_reads(value: str, seed: int) -> None:
@@ -110,6 +130,26 @@ def test_a_value_is_what_python_reads(value: str, seed: int) -> None:
     literal = value.replace("\n", r"\n") if "\n" in value else value
     expected = json.loads(json.dumps(ast.literal_eval(literal.replace(r"\d", r"\\d"))))
     assert json.loads(said.calls[0].arguments) == {"first": expected, "second": expected}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("g(1, 'a)')", "\"g(1, 'a)')\""),
+        ("1 + 2", '"1 + 2"'),
+        ("NaN", '"NaN"'),
+        ("", "null"),
+        (r"'\x4g \u12 \q'", r'"\\x4g \\u12 \\q"'),
+        ("'a\\\nb'", '"ab"'),
+        ("{\r'x, y':\r1\r}", '{\r"x, y":\r1}'),
+        ("9" * 5000, "9" * 5000),
+        ("[1}", "[1]"),
+    ],
+)
+def test_what_json_lacks_is_json_all_the_same(value: str, expected: str, seed: int) -> None:
+    said = in_pieces(f"[find(a={value}, b=None)]", seed)
+    assert said.calls[0].arguments == f'{{"a": {expected}, "b": null}}' and said.text == ""
 
 
 def test_a_text_comes_as_it_is_written() -> None:
@@ -160,12 +200,36 @@ def test_calls_are_of_the_tools_and_under_their_schemas(library: GrammarBackend)
     assert single.admits("[now()]") and not single.admits("[now(), now()]")
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """Return a schema of alternatives within alternatives."""
+    found: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        found = {"anyOf": [found]}
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 16, 17, 300])
+def test_words_are_found_within_alternatives_as_far_as_they_are_looked_for(depth: int) -> None:
+    made = python_arguments("f", {"properties": {"a": nested(depth)}, "required": ["a"]})["elements"][0]["elements"][1]
+    assert (made == {"type": "const_string", "value": "None"}) == (depth < 16)
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
         ({"properties": {"a-b": {}}}, 'f: the name "a-b" cannot be written in calls as Python'),
         ({"properties": {"a": {}}, "minProperties": 1}, "f: #/minProperties is not built in calls that are written as"),
         ({"properties": {"a": {}}, "required": ["b"]}, 'f: #/required has "b", which is no property'),
+        ({"properties": {"a": {}}, "required": [["a"]]}, 'f: #/required has ["a"], which is no property'),
+        ({"properties": {"a": nested(5_000)}}, "f: it is no JSON: maximum recursion depth exceeded"),
+        (
+            {
+                "properties": {f"p{index}": {"$ref": "#/$defs/a"} for index in range(1_000)},
+                "required": ["p0"],
+                "$defs": {"a": {"enum": ["x" * 1_000]}},
+            },
+            "f: properties and what they refer to take 1053000 bytes in calls that are written as Python",
+        ),
         ({"properties": {f"p{index}": {} for index in range(25)}}, "f: 25 properties of which none is required"),
     ],
 )
