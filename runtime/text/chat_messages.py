@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,14 +90,31 @@ def _one_by_one(messages: Sequence[Message], form: ChatForm) -> list[Message]:
         while at < len(messages) and messages[at]["role"] == "tool":
             results.append(messages[at])
             at += 1
-        bare = {name: value for name, value in message.items() if name not in ("content", *REASONING)}
-        silent = {**bare, **_content("", None, form)}
-        for index, call in enumerate(calls):
-            first = {**(silent if index else message), "tool_calls": [call]}
-            own = [each for each in results if each.get("tool_call_id") == call.get("id")] if call.get("id") else []
-            found += [first, *own]
-            results = [each for each in results if each not in own]
-        found += results
+        silent = {"role": message["role"], **_content("", None, form)}
+        for index, (call, own) in enumerate(zip(calls, _of_calls(calls, results), strict=True)):
+            found += [{**(silent if index else message), "tool_calls": [call]}, *own]
+    return found
+
+
+def _of_calls(calls: Sequence[Message], results: Sequence[Message]) -> list[list[Message]]:
+    """Return the results of each call: those of its id, the others in their order for calls that have none."""
+    found: list[list[Message]] = [[] for _ in calls]
+    waiting: dict[str, deque[int]] = {}
+    for index, call in enumerate(calls):
+        if isinstance(name := call.get("id"), str):
+            waiting.setdefault(name, deque()).append(index)
+    others = []
+    for result in results:
+        name = result.get("tool_call_id")
+        if not isinstance(name, str) or (places := waiting.get(name)) is None:
+            others.append(result)
+            continue
+        found[places[0]].append(result)
+        if len(places) > 1:  # some clients give several calls one id
+            places.popleft()
+    free = iter([index for index, own in enumerate(found) if not own])
+    for result in others:
+        found[next(free, -1)].append(result)
     return found
 
 

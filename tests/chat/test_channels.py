@@ -83,3 +83,37 @@ def test_several_calls_are_written_one_by_one_each_with_its_result() -> None:
     )
     answered = [*messages, {"role": "assistant", "content": "Both."}, {"role": "user", "content": "So?"}]
     assert "Hm." not in render(formed(answered, form), True, None), "the template drops reasoning that was answered"
+
+
+@pytest.mark.parametrize(
+    ("ids", "of_results", "expected"),
+    [
+        (["a", "b", "c"], ["c", "a", "b"], [[1], [2], [0]]),
+        (["a", "a"], ["a", "a"], [[0], [1]]),
+        (["a", "b"], [None, None], [[0], [1]]),
+        ([None, "b"], ["x", "b"], [[0], [1]]),
+        (["a", "b"], ["a", "a"], [[0, 1], []]),
+        (["a", "b"], [["a"], "b", "x"], [[0], [1, 2]]),
+    ],
+)
+def test_results_follow_their_calls(ids: list[Any], of_results: list[Any], expected: list[list[int]]) -> None:
+    form = find_form(rendered(TEMPLATE))
+    assert form is not None
+    function = {"name": "now", "arguments": "{}"}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": None,
+            "kept": "once",
+            "tool_calls": [{"id": i, "function": function} for i in ids],
+        },
+        *[{"role": "tool", "tool_call_id": i, "content": str(at)} for at, i in enumerate(of_results)],
+    ]
+    _, *found = formed(messages, form)
+    assert [each["role"] for each in found].count("assistant") == len(ids) and "kept" in found[0]
+    assert not any("kept" in each for each in found[1:]), "what a message has beside its calls is not there for each"
+    assert [int(each["content"]) for each in found if each["role"] == "tool"] == [at for own in expected for at in own]
+    starts = [at for at, each in enumerate(found) if each["role"] == "assistant"]
+    ends = [*starts[1:], len(found)]
+    assert [end - start - 1 for start, end in zip(starts, ends, strict=True)] == list(map(len, expected))
