@@ -94,7 +94,8 @@ class LocalBackend:
     def said(self, request: OpenAIRequest, output: CompletionOutput) -> Said | None:
         if request.tools is None:
             return None
-        _, form = held(request.params, request.tools, lambda: self._llm.text)
+        is_within = request.reasoning == "in_text"
+        _, form = held(request.params, request.tools, lambda: self._llm.text, is_within)
         return None if form is None else read_calls(form, output.text)
 
     def room(self, num_open: int) -> int:
@@ -107,7 +108,7 @@ class LocalBackend:
         if job.request.kind == "chat":
             text = self._llm.text
             request = job.request = as_the_model_can(job.request, text)
-            params, calls = held(params, request.tools, lambda: text)
+            params, calls = held(params, request.tools, lambda: text, request.reasoning == "in_text")
             ids = text.encode_chat(prompt, **request.template)  # type: ignore[arg-type]
             called = None if calls is None else calls.begun
             reasoning, params = reasoning_of(text, ids, params, request.max_reasoning_tokens, called)

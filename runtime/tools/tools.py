@@ -228,12 +228,13 @@ def _text(value: str) -> Format:
 
 
 def held(
-    params: SamplingParams, tools: Tools | None, text: Callable[[], Text]
+    params: SamplingParams, tools: Tools | None, text: Callable[[], Text], thoughts_in_text: bool = False
 ) -> tuple[SamplingParams, AnswerCalls | None]:
     """Return sampling parameters that hold an answer to the tools it may call, and the form of its calls.
 
-    text: returns the model's tokenizer, which knows the form. It is None for an answer that may have no calls. Raises
-    RequestError if the form is not known, or cannot stand beside that of a text.
+    text: returns the model's tokenizer, which knows the form. It is None for an answer that may have no calls.
+    thoughts_in_text: reasoning stays within the text, so calls beside a form come behind it. Raises RequestError if the
+    form is not known, or cannot stand beside that of a text.
     """
     if tools is None:
         return params, None
@@ -242,7 +243,7 @@ def held(
         params = replace(params, structured_outputs=tools.held_to(calls))
     elif tools.choice == "auto":
         params = replace(params, structured_outputs=tools.held_to(calls, given))
-        calls = replace(calls, is_first=calls.channels is None)
+        calls = replace(calls, is_first=calls.channels is None and not thoughts_in_text)
     return params, None if tools.choice == "none" else calls
 
 

@@ -43,7 +43,8 @@ class Answering:
         # What is streamed cannot be chosen from: the engine refuses it.
         params = request.params if request.stream else computed(request.params)
         # calls: the form of the answer's calls, if it may have any
-        self.params, self.calls = held(params, request.tools, lambda: model.engine.text)
+        is_within = request.reasoning == "in_text"
+        self.params, self.calls = held(params, request.tools, lambda: model.engine.text, is_within)
         self._apart: ReasoningApart | None = None  # tells reasoning from text, if the model's answers may have any
         if self.request.max_reasoning_tokens is not None:
             model.engine.text.check_reasoning()

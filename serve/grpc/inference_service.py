@@ -95,7 +95,7 @@ class InferenceService:
             _check_beside_beams(request, is_whole)
         chat = await conversation_of(request.chat) if request.WhichOneof("prompt") == "chat" else None
         tools = None if chat is None else chat.tools
-        params, form = held(params, tools, lambda: engine.text)
+        params, form = held(params, tools, lambda: engine.text, chat is not None and chat.reasoning == "in_text")
         calls = Calls(form) if form else None
         model.check_open(params, 1, 0 if beams is None else beams.beam_width)  # before the work on the prompt
         if chat is not None:

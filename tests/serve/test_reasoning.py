@@ -150,6 +150,16 @@ def test_reasoning_is_left_out_or_left_in(begun: Thinking) -> None:
     assert ("</think>" in whole["content"]) == (begun.kind != "control")
 
 
+def test_calls_beside_a_form_come_behind_reasoning_that_stays_in_the_text(begun: Thinking) -> None:
+    body = {**SAMPLED, **begun.briefly, "tools": TOOLS, "response_format": FORMAT, "n": 8}
+    found = []
+    for separates in (True, False):
+        choices = request(begun.url, CHAT, {**body, "separate_reasoning": separates}).json["choices"]
+        calls = [each["message"].get("tool_calls", []) for each in choices]
+        found.append([[call["function"] for call in of_one] for of_one in calls])
+    assert found[0] == found[1] and [] in found[0] and any(found[0])
+
+
 def test_usage_so_far_has_the_reasoning(begun: Thinking) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     goes_on = {str(token): -100 for token in begun.tokens.values()}
