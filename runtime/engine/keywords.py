@@ -28,7 +28,7 @@ GENERATES = "what a model is made for is found in its folder; leave it out"
 FILES = "a model is read from its folder when it is compiled; leave it out"
 TOKENIZER = "the tokenizer is part of the artifact; put its files into the model's folder before it is compiled"
 TEXT_ALONE = "prompts are of text alone; leave it out"
-DRAFTS = "is not built yet: give speculate='ngram', or leave it out"
+DRAFTS = "is no option here: give speculate='draft:PATH', 'mtp' or 'ngram', and speculate_tokens=N, or leave it out"
 ADAPTERS = NO_OPTION % (
     "compile the model with room for adapters (inferc.CompileConfig(adapter_rank=16)), load them by"
     " adapters=['NAME=PATH'], and name one in SamplingParams(adapter='NAME')"

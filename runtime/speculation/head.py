@@ -91,6 +91,15 @@ class _Part:
     end: int
     blocks: I32
 
+    def rows(self, taken: list[int] | None) -> Sequence[int]:
+        """Return the rows of the sequence's tokens, of which the first ones count.
+
+        taken: the rows that gave it its tokens, if trees were drafted; all but the first are of drafted tokens.
+        """
+        if not taken:
+            return range(self.start, self.end)
+        return [*range(self.start, taken[0]), *taken]  # a prompt has others before the first
+
 
 @dataclass(frozen=True)
 class _Text:
@@ -182,8 +191,7 @@ class HeadDrafter(SteppingDrafter):
         size = self._sizes.block_size
         for part in parts:
             state, known = part.state, int(self._batch.num_known[part.slot])
-            # Of a tree of drafts, those are the sequence's whose tokens were chosen.
-            own = taken.get(part.slot, range(part.start, part.end))
+            own = part.rows(taken.get(part.slot))
             count = min(len(own), known - 1 - part.position)
             if state.is_lost or count <= 0 or self._slots[part.slot] is not state or not state.is_of(state.seq):
                 continue

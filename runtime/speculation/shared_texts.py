@@ -18,6 +18,7 @@ from inferc.runtime.step.sequence import Sequence as Seq
 PREFIX = 32  # the first tokens of a prompt that requests have in common
 HALF = 1 << 14  # tokens after which a prefix forgets its older half
 MOST_TOKENS = 1 << 20  # tokens of all prefixes; they take about 16 bytes each
+MOST_PREFIXES = 1 << 12  # each takes about 7 KB, however short its answers are
 SEPARATOR = -1  # no token: it stands between two texts
 
 Key = tuple[str, str, tuple[int, ...]]
@@ -36,7 +37,7 @@ class _Half:
 
     def append(self, ids: list[int]) -> None:
         start, end = self.num_tokens, self.num_tokens + len(ids) + 1
-        if end > len(self.tokens):
+        if end >= len(self.tokens):  # one place stays free, since what follows a token is looked at
             self.tokens = np.concatenate((self.tokens, np.zeros(max(end, len(self.tokens)), np.int32)))
         self.tokens[start : end - 1] = ids
         self.tokens[end - 1] = SEPARATOR
@@ -77,7 +78,7 @@ class SharedTexts:
         self._num_tokens -= texts.num_tokens
         texts.append(ids)
         self._num_tokens += texts.num_tokens
-        while self._num_tokens > MOST_TOKENS:
+        while self._num_tokens > MOST_TOKENS or len(self._texts) > MOST_PREFIXES:
             _, oldest = self._texts.popitem(last=False)
             self._num_tokens -= oldest.num_tokens
 

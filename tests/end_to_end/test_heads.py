@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from command_line import run_inferc
@@ -16,12 +17,14 @@ from head_runs import Drafted, drafter_of, run, watched
 from random_models import make_random_model
 from speculated import FORMS, HOW, WITH_FORMS, Asked, answer
 
+from inferc import SamplingParams
 from inferc.compiler.build import compile
 from inferc.config import CompileConfig
 from inferc.errors import InfercError
 from inferc.frontend.checkpoint.load import load
 from inferc.frontend.reference import reference_greedy, reference_model
 from inferc.runtime.engine.load import load_engine
+from inferc.runtime.step.plan import StepPlan
 
 pytestmark = pytest.mark.long
 
@@ -61,6 +64,7 @@ def check(made: Made, folder: Path, drafted: list[Drafted]) -> None:
 
 
 FIRST, SECOND = list(range(20, 90)), [5, 6, 7, 200, 201]
+OTHER = list(range(100, 140))  # begins as no other
 KINDS: dict[str, dict[str, Any]] = {
     "speculators": {"num_drafted": 200},
     "eagle": {"form": "eagle"},
@@ -110,6 +114,36 @@ def test_a_compiled_head_drafts_what_its_description_says(
     engine.close()
     assert (stats.num_preemptions > 0) == (how == "preempted") and stats.cached_tokens > 64
     check(made, head, drafted)
+
+
+def test_a_prompt_that_ends_beside_a_tree_is_read_whole(
+    made: Made, heads: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step with a tree the rows of a chosen way are a sequence's own; of a prompt beside it all rows are."""
+    head, out = heads("eagle")
+    engine = load_engine(made.artifacts["cpu"], num_threads=1, speculate=f"eagle3:{out}", speculate_branches=4)
+    drafted, beside, submit = watched(engine), list[int](), engine.runner.submit
+    assert engine.speculation is not None
+    monkeypatch.setattr(engine.speculation._acceptance, "rate", lambda slot, offer: 0.4)
+    monkeypatch.setattr(engine.speculation._acceptance, "beside", lambda offer: [0.6] * offer.num_others)
+
+    def watch(plan: StepPlan) -> None:
+        if plan.tree is not None:
+            beside.append(int(np.diff(plan.query_start_loc)[-1 - plan.num_branches]))
+        submit(plan)
+
+    monkeypatch.setattr(engine.runner, "submit", watch)
+    engine.add_request("first", FIRST, SamplingParams(max_tokens=30, ignore_eos=True, temperature=0))
+    while not beside:
+        engine.step()
+    engine.add_request("second", OTHER, SamplingParams(max_tokens=30, ignore_eos=True, temperature=0))
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert len(OTHER) in beside, "the prompt is computed in a step with a tree"
+    of_second = [each for each in drafted if each.tokens[: len(OTHER)] == OTHER]
+    assert len(of_second) > 3
+    check(made, head, of_second)
 
 
 def test_a_found_block_is_read_with_the_token_that_follows_in_this_sequence(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from inferc.runtime.scheduler.batch import Batch
 from inferc.runtime.speculation import shared_texts
 from inferc.runtime.speculation.ngram import KINDS, OF_OTHERS, NgramDrafter
-from inferc.runtime.speculation.pair_index import LONGEST
-from inferc.runtime.speculation.shared_texts import SharedTexts, key_of
+from inferc.runtime.speculation.pair_index import FIRST_BITS, LONGEST, _hash
+from inferc.runtime.speculation.shared_texts import SEPARATOR, SharedTexts, key_of
 from inferc.runtime.step.sampling_params import SamplingParams
 from inferc.runtime.step.sequence import Sequence, Status
 
@@ -90,6 +90,27 @@ def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
     assert found(texts, sequence(prompts[0], answers[-1][:4])) is None, "its prefix was used least lately"
     assert found(texts, sequence(prompts[-1], answers[-1][:4])) == (answers[-1][4:12], 4 + 12)
     assert texts._num_tokens == sum(each.num_tokens for each in texts._texts.values()) <= 600
+
+
+def test_short_answers_to_many_prompts_are_forgotten_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt takes kilobytes, however short its answer is."""
+    monkeypatch.setattr(shared_texts, "MOST_PREFIXES", 3)
+    texts, prompts = SharedTexts(), [[first, *range(1, 40)] for first in range(5)]
+    for prompt in prompts:
+        texts.add(sequence(prompt, [60, 61]))
+    assert [found(texts, sequence(prompt)) for prompt in prompts] == [None, None, *[([60, 61], 16)] * 3]
+    assert texts._num_tokens == sum(each.num_tokens for each in texts._texts.values())
+
+
+def test_nothing_follows_the_last_text_of_a_full_array() -> None:
+    """Another pair of tokens may have the hash of the last token and the end behind it."""
+    texts, prompt, shift = SharedTexts(), list(range(40)), 32 - FIRST_BITS
+    texts.add(sequence(prompt, [*range(100, 338), 7]))  # with the end, as many tokens as there is room for at first
+    (half,) = next(iter(texts._texts.values())).halves
+    assert half.tokens[half.num_tokens - 1] == SEPARATOR and half.num_tokens == 256
+    name = _hash(7, SEPARATOR, shift)
+    same = next(token for token in range(1000, 1 << 20) if _hash(7, token, shift) == name)
+    assert found(texts, sequence(prompt, [7, same])) is None
 
 
 def test_answers_are_kept_when_they_end_and_not_when_they_are_preempted() -> None:
