@@ -61,6 +61,7 @@ class _Slot:
     num_preemptions: how often the sequence had been preempted when it came. rows: what the large model computed, from
     position `first` on. num_computed: the positions whose K and V are there, all of them by the large model's rows.
     num_named: the first blocks whose content is noted. is_lost: rows are missing, so that nothing can be drafted.
+    num_found: its first tokens that were in the prefix cache, until it is looked up what the head has of them.
     """
 
     seq: Seq | None = None
@@ -70,6 +71,7 @@ class _Slot:
     num_computed: int = 0
     num_named: int = 0
     is_lost: bool = False
+    num_found: int = 0
 
     @property
     def end(self) -> int:
@@ -80,7 +82,7 @@ class _Slot:
         return seq is not None and self.seq is seq and self.num_preemptions == seq.num_preemptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Part:
     """The rows [start, end) of a step, which are those of one sequence from a position on; `blocks`: its blocks."""
 
@@ -159,24 +161,30 @@ class HeadDrafter(SteppingDrafter):
             assert seq is not None, "it is in the step"
             blocks = self._table[slot, : -(-int(plan.seq_lens[at]) // self._sizes.block_size)].copy()
             if not self._slots[slot].is_of(seq):
-                self._slots[slot] = self._come(seq, position, blocks)
+                self._slots[slot] = _Slot(seq, seq.num_preemptions, num_found=position)
             parts.append(_Part(self._slots[slot], slot, position, bounds[at], bounds[at + 1], blocks))
         self._parts.append(parts)
 
-    def _come(self, seq: Seq, position: int, blocks: I32) -> _Slot:
-        """Return the place of a sequence whose first tokens, up to `position`, were found in the prefix cache."""
-        state = _Slot(seq, seq.num_preemptions)
+    def _knows(self, part: _Part) -> bool:
+        """Return whether the head has what a sequence found in the prefix cache, which is nothing once it was taken."""
+        count, within = divmod(part.state.num_found, self._sizes.block_size)
+        assert part.state.seq is not None, "it has a slot"
+        return (
+            not within
+            and [self._content.get(block) for block in part.blocks[:count].tolist()] == (part.state.seq.hashes[:count])
+        )
+
+    def _take_found(self, part: _Part) -> None:
+        """Go on behind what a sequence found in the prefix cache."""
+        state, position = part.state, part.state.num_found
         if not position:
-            return state
-        count, within = divmod(position, self._sizes.block_size)
-        names = [self._content.get(block) for block in blocks[:count].tolist()]
-        if within or names != seq.hashes[:count]:
-            state.is_lost = True
-            return state
-        # The last position is computed again, with the token that this sequence has behind it.
-        state.rows, state.first = self._tails[int(blocks[count - 1])], position - 1
-        state.num_computed, state.num_named = position - 1, count - 1
-        return state
+            return
+        state.num_found, state.is_lost = 0, not self._knows(part)
+        if not state.is_lost:
+            # The last position is computed again, with the token that this sequence has behind it.
+            count = position // self._sizes.block_size
+            state.rows, state.first = self._tails[int(part.blocks[count - 1])], position - 1
+            state.num_computed, state.num_named = position - 1, count - 1
 
     def landed(self, plan: StepPlan, result: StepResult) -> None:
         """Keep the rows of a step, until it is known which of its tokens count."""
@@ -186,10 +194,19 @@ class HeadDrafter(SteppingDrafter):
     def updated(self) -> None:
         """Give the rows of the landed step to their sequences, and compute the blocks that are complete."""
         assert self._landed is not None and self._batch is not None, "a step landed"
-        (parts, rows, taken), self._landed = self._landed, None
+        (left, rows, taken), self._landed = self._landed, None
+        while left:  # what one sequence found in the prefix cache may be what another computed in this step
+            parts = [part for part in left if self._knows(part)] or left
+            left = [part for part in left if part not in parts]
+            self._take_rows(parts, rows, taken)
+
+    def _take_rows(self, parts: Sequence[_Part], rows: HiddenRows, taken: dict[int, list[int]]) -> None:
+        """Give the rows of a step to some of its sequences. taken: as in `StepTree`."""
+        assert self._batch is not None
         texts: list[_Text] = []
         size = self._sizes.block_size
         for part in parts:
+            self._take_found(part)
             state, known = part.state, int(self._batch.num_known[part.slot])
             own = part.rows(taken.get(part.slot))
             count = min(len(own), known - 1 - part.position)

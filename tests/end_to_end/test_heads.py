@@ -160,6 +160,23 @@ def test_a_found_block_is_read_with_the_token_that_follows_in_this_sequence(
     check(made, head, drafted)
 
 
+def test_sequences_that_begin_in_one_step_share_blocks_and_all_get_drafts(
+    made: Made, heads: Callable[[str], tuple[Path, Path]]
+) -> None:
+    """Blocks are found as soon as a step that fills them is scheduled, and the head reads them when it has landed."""
+    head, out = heads("eagle")
+    prompts = [FIRST, FIRST, [*FIRST[:40], *OTHER[:30]], [*FIRST[:40], *OTHER[:30], 3]]
+    engine = load_engine(made.artifacts["cpu"], num_threads=1, speculate=f"eagle3:{out}")
+    drafted = watched(engine)
+    run(engine, prompts, 12)
+    assert engine.stats().cached_tokens == 64 + 32 + 64
+    engine.close()
+    for prompt in prompts:  # behind the first token of each answer
+        texts = [each.tokens for each in drafted if len(each.tokens) == len(prompt) + 1]
+        assert sum(text[:-1] == prompt for text in texts) == prompts.count(prompt)
+    check(made, head, drafted)
+
+
 def test_a_text_that_was_scored_is_answered_without_drafts(
     made: Made, heads: Callable[[str], tuple[Path, Path]]
 ) -> None:

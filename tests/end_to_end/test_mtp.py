@@ -79,6 +79,7 @@ def check(folder: Path, drafted: list[Drafted]) -> None:
 HOW_RUN: dict[str, dict[str, Any]] = {
     "plain": {},
     "in chunks": {"max_num_batched_tokens": 12, "max_num_seqs": 4},
+    "in trees": {"speculate_branches": 4},
     "preempted": {"kv_memory_bytes": 6 * BLOCK_BYTES * 3 // 2, "overcommit": True, "max_num_seqs": 3},
 }
 
@@ -132,6 +133,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "uncached": {"prefix_cache": False, "num_threads": 2},
     "in chunks": {"max_num_batched_tokens": 12, "max_num_seqs": 4},
     "in few blocks": {"kv_memory_bytes": 7 * BLOCK_BYTES * 3 // 2, "overcommit": True},
+    "in trees": {"speculate_branches": 4, "max_num_batched_tokens": 40, "max_num_seqs": 4},
 }
 
 
