@@ -23,7 +23,7 @@ from inferc.runtime.runners.nodes import Node, all_nodes
 from inferc.runtime.speculation.draft_model import ModelDrafter
 from inferc.runtime.speculation.drafter import Drafter
 from inferc.runtime.speculation.forced import ForcedDrafter
-from inferc.runtime.speculation.head import HeadDrafter, HeadNodes
+from inferc.runtime.speculation.head import HeadDrafter
 from inferc.runtime.speculation.head_rows import HostRows, KeptRows, RowSource
 from inferc.runtime.speculation.ngram import NgramDrafter
 from inferc.runtime.speculation.speculation import Speculation
@@ -173,10 +173,11 @@ class DraftModel:
         if isinstance(opened.runner, TappingRunner):
             opened.runner.set_taps([all_nodes(artifact.program)[head.own]])
         (width,) = {int(each.shape[1]) for each in artifact.program.step.inputs if each.name == "hidden_in"}
-        nodes = HeadNodes(tuple(head.inputs), head.own, width, self._token_ids(head))
-        rows: RowSource = HostRows(nodes.given, nodes.own, width) if self._row_store is None else KeptRows()
-        runner = cast(HeadRunner, opened.runner)
-        return HeadDrafter(runner, sizes, nodes, config.max_num_seqs, config.speculate_tokens, rows)
+        rows: RowSource = KeptRows()
+        if self._row_store is None:
+            rows = HostRows(tuple(head.inputs), head.own, width)
+        runner, ids = cast(HeadRunner, opened.runner), self._token_ids(head)
+        return HeadDrafter(runner, sizes, config.max_num_seqs, config.speculate_tokens, rows, ids)
 
     def _token_ids(self, head: Head) -> I32 | None:
         """Return the model's id of each token that the head can draft; None: all, in their order."""

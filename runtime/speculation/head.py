@@ -39,21 +39,6 @@ from inferc.runtime.step.sequence import Sequence as Seq
 KIND = 10
 
 
-@dataclass(frozen=True)
-class HeadNodes:
-    """The values that a head reads and is gone on from.
-
-    given: the nodes of the large model's step, whose rows are side by side in the head's input. own: the node of the
-    head's step whose rows stand behind them, in rows that are not the large model's. width: the columns of both.
-    token_ids: the large model's id of each token that the head can draft; None: it can draft all.
-    """
-
-    given: tuple[str, ...]
-    own: str
-    width: int
-    token_ids: I32 | None = None
-
-
 @dataclass
 class _Slot:
     """A sequence's place in the head.
@@ -123,15 +108,25 @@ class _Text:
 
 
 class HeadDrafter(SteppingDrafter):
-    """The drafter of a head, whose runner has as many blocks as the large model's full KV group."""
+    """The drafter of a head, whose runner has as many blocks as the large model's full KV group.
+
+    most: the most tokens that are drafted at once. rows: those that the head reads. token_ids: the large model's id of
+    each token that the head can draft; None: it can draft all.
+    """
 
     reads_steps = True
 
     def __init__(
-        self, runner: HeadRunner, sizes: DraftSizes, nodes: HeadNodes, num_slots: int, most: int, rows: RowSource
+        self,
+        runner: HeadRunner,
+        sizes: DraftSizes,
+        num_slots: int,
+        most: int,
+        rows: RowSource,
+        token_ids: I32 | None = None,
     ) -> None:
         super().__init__(sizes, most)
-        self._runner, self._nodes, self._rows = runner, nodes, rows
+        self._runner, self._rows, self._token_ids = runner, rows, token_ids
         self._slots = [_Slot() for _ in range(num_slots)]
         self._content: dict[int, bytes] = {}  # by block, the hash of the tokens whose K and V it has
         self._tails: dict[int, HiddenRows] = {}  # by such a block, the large model's row of its last position
@@ -311,7 +306,7 @@ class HeadDrafter(SteppingDrafter):
                 start = min(state.num_computed, state.end - 1)
                 texts.append(self._text(slot, state, start, state.end, blocks))
         counters = batch.num_known[slots] - batch.prompt_len[slots] + depth
-        of_head = self._nodes.token_ids
+        of_head = self._token_ids
         # Lists of tokens name the large model's ids.
         vocab_size = self._sizes.vocab_size if of_head is None else 0
         rows = self._asking(batch.draft_rows(np.array(slots, np.int64), counters.astype(np.uint64), vocab_size))
