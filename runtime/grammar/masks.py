@@ -18,7 +18,8 @@ from inferc.runtime.step.plan import I32, I64, U32, StepPlan
 log = logging.getLogger(__name__)
 
 CANNOT = "slot %d: its mask cannot be made"
-# Of this thread, for one mask. An ambiguous form can take longer with each token, and so hold up all sequences.
+# The time of the thread that makes masks, for one mask. An ambiguous form can take longer with each token, and so hold
+# up all sequences.
 MOST_SECONDS = 0.5
 ALL = np.uint32(0xFFFFFFFF)
 

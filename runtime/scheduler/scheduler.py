@@ -271,7 +271,8 @@ class Scheduler:
         if np.count_nonzero(crossing):
             slots = slots[crossing]
             if self.config.prefix_cache:
-                self.prefixes.cache_last(np.setdiff1d(slots, self.drafts.moving))  # these are not there yet
+                moving = self.drafts.moving  # their last tokens are not there yet
+                self.prefixes.cache_last(slots[~np.isin(slots, moving)] if moving else slots)
             if not self.cache.grow_all(slots):
                 for slot in slots.tolist():
                     if self._num_new[slot]:  # not preempted meanwhile for an earlier sequence

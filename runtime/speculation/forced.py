@@ -74,13 +74,7 @@ class ForcedDrafter(Drafter):
 
     def draft(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         """Draft what was offered."""
-        found = [self._found.get(slot, [])[:count] for slot, count in zip(slots, counts, strict=True)]
-        left = [at for at, slot in enumerate(slots) if slot not in self._found]
-        if left and self._other is not None:
-            drafts = self._other.draft(batch, [slots[at] for at in left], [counts[at] for at in left])
-            for at, ids in zip(left, drafts, strict=True):
-                found[at] = ids
-        return found
+        return [each.token_ids for each in self.guess(batch, slots, counts)]
 
     def guess(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[Guesses]:
         """Draft what was offered; what else is possible at a place, the other drafter knows."""

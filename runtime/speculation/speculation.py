@@ -20,7 +20,7 @@ from inferc.runtime.grammar.grammars import Grammars
 from inferc.runtime.kv_cache.manager import KVCacheManager
 from inferc.runtime.record.watcher import Watcher
 from inferc.runtime.scheduler.batch import Batch
-from inferc.runtime.speculation.drafter import Drafter, Guesses
+from inferc.runtime.speculation.drafter import Drafter
 from inferc.runtime.speculation.guesses import RankedTree, Trust, choose_tree
 from inferc.runtime.speculation.lengths import Acceptance, can_pay, choose_counts
 from inferc.runtime.speculation.step_times import StepTimes
@@ -194,10 +194,7 @@ class Speculation:
         if chosen:
             depths = [min(counts[at], wanted[at].depth) for at in chosen]
             having = [slots[at] for at in chosen]
-            if any(offers[at].num_others for at in chosen):
-                found = self.drafter.guess(batch, having, depths)
-            else:
-                found = [Guesses(ids) for ids in self.drafter.draft(batch, having, depths)]
+            found = self.drafter.guess(batch, having, depths)
             for at, guesses in zip(chosen, found, strict=True):
                 slot, kind = slots[at], offers[at].kind
                 ranked = choose_tree(guesses, counts[at], kind, self._trust)

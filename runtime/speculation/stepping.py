@@ -48,7 +48,7 @@ class SteppingDrafter(Drafter):
         self._table: I32 | None = None
         self._grammars: Grammars | None = None
         self._depth_seconds = 0.0
-        # By row of the last step, the chosen token and the likeliest ones, with their probabilities.
+        # For each row of the drafter's last step, the chosen token and the likeliest ones, with their probabilities.
         self._shown: list[list[tuple[int, float]]] = []
 
     @property

@@ -119,7 +119,7 @@ def test_a_compiled_head_drafts_what_its_description_says(
 def test_a_prompt_that_ends_beside_a_tree_is_read_whole(
     made: Made, heads: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a step with a tree the rows of a chosen way are a sequence's own; of a prompt beside it all rows are."""
+    """A head takes all rows of a prompt that ends in a step with a tree, and of the tree those that were chosen."""
     head, out = heads("eagle")
     engine = load_engine(made.artifacts["cpu"], num_threads=1, speculate=f"eagle3:{out}", speculate_branches=4)
     drafted, beside, submit = watched(engine), list[int](), engine.runner.submit

@@ -105,7 +105,7 @@ def test_drafts_are_transformers(made: Made, how: str) -> None:
     "family", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mellum", "glm4_moe_lite"))]
 )
 def test_drafts_of_other_families(family: str, tmp_path: Path) -> None:
-    """With latent attention, with a window, and in a family whose MTP layer transformers does not know."""
+    """MTP layers draft with latent attention, with a window, and in a family for which transformers knows of none."""
     folder = make_mtp_model(family, tmp_path / "model")
     certify = "none" if family == "deepseek_v3" else "auto"  # the slow ones have both its attention and certificates
     compile(folder, tmp_path / "out", CompileConfig(certify=certify), mtp=True)  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ def test_a_text_without_end_is_not_forced(library: GrammarBackend) -> None:
 
 
 def test_what_is_forced_ends_before_a_control_token(library: GrammarBackend) -> None:
-    """In a form that names a token llguidance forces nothing: asked where one must come, it would fail for good."""
+    """The library llguidance forces nothing in a form that names a token: where one must come, it fails for good."""
     tokens = [{"type": "token", "token": END + 1 + index} for index in range(2)]
     parts = [{"type": "any_text"}, tokens[0], CONST, CONST, tokens[1], {"type": "regex", "pattern": "b"}]
     form: Any = {"format": {"type": "sequence", "elements": parts}}
